@@ -1,0 +1,32 @@
+"""The legend of axis letters, used in every annotation, einsum and shape suffix of tfm.
+
+==== =============================================================================
+B    batch: independent rows
+S    source length in tokens, padding included
+T    target length in tokens, or the number of new tokens in one decode step
+C    cache capacity: the most target tokens a row can hold
+L    layers
+N    query heads
+K    key/value heads (N = K · G; K = N is multi-head, K = 1 multi-query attention)
+G    query heads that share one key/value head
+H    head dimension
+D    model dimension, the width of the residual stream
+F    feed-forward dimension
+V    vocabulary size
+W    beam width
+==== =============================================================================
+
+Two more appear where an array has two unrelated lengths: Q, the queries' length, and M, the keys' length (memory).
+"""
+
+import jax
+from jaxtyping import Bool, Float, Int, Shaped
+
+Array = jax.Array
+
+TokenIds = Int[Array, "B T"]
+Lengths = Int[Array, "B"]
+KeyArray = Shaped[Array, "*key"]
+"""A JAX random key, as from `jax.random.key`."""
+
+__all__ = ["Array", "Bool", "Float", "Int", "KeyArray", "Lengths", "Shaped", "TokenIds"]

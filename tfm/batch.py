@@ -1,0 +1,81 @@
+"""The training batch, and the only place where targets are shifted."""
+
+import typing
+from collections.abc import Sequence
+
+import flax.struct
+import numpy as np
+
+from tfm.axes import Array, Float, Int
+from tfm.config import ModelConfig
+
+
+@typing.no_type_check  # a pytree is also built from shapes, specs and other non-arrays
+@flax.struct.dataclass
+class Batch:
+    """Padded pairs, teacher-forced: the decoder reads `target_in` and must predict `target_out`."""
+
+    source: Int[Array, "B S"]
+    """Source ids, padded on the right."""
+    source_lengths: Int[Array, "B"]
+    """Real tokens of each source row."""
+    target_in: Int[Array, "B T"]
+    """The start token, then the target: what the decoder reads."""
+    target_out: Int[Array, "B T"]
+    """The target, then the end token: what it must say, one position earlier."""
+    weights: Float[Array, "B T"]
+    """1 where `target_out` counts in the loss, 0 on padding."""
+
+
+def make_batch(
+    sources: Sequence[Sequence[int] | np.ndarray],
+    targets: Sequence[Sequence[int] | np.ndarray],
+    config: ModelConfig,
+    *,
+    shape: tuple[int, int] | None = None,
+    rows: int | None = None,
+) -> Batch:
+    """Pads pairs of ids into one `Batch` of NumPy arrays.
+
+    Args:
+        sources: source ids of each pair, with whatever end token the source side wants.
+        targets: target ids of each pair, without start and end tokens: both are added here.
+        config: for the special ids.
+        shape: the padded (S, T); T counts the start token. `None`: just as long as needed.
+        rows: pads with empty rows of weight 0 up to this many. `None`: no padding rows.
+
+    Example:
+        >>> batch = make_batch([[7, 8, 2]], [[5, 6]], ModelConfig(), shape=(4, 4))
+        >>> batch.source.tolist(), batch.source_lengths.tolist()
+        ([[7, 8, 2, 0]], [3])
+        >>> batch.target_in.tolist(), batch.target_out.tolist(), batch.weights.tolist()
+        ([[1, 5, 6, 0]], [[5, 6, 2, 0]], [[1.0, 1.0, 1.0, 0.0]])
+
+    Raises:
+        ValueError: unequal numbers of sources and targets, a pair longer than `shape`, more pairs than `rows`.
+    """
+    if len(sources) != len(targets):
+        raise ValueError(f"expected as many targets as sources, got {len(sources)} sources, {len(targets)} targets")
+    longest = (max(map(len, sources), default=0), max(map(len, targets), default=0) + 1)
+    source_length, target_length = longest if shape is None else shape
+    if longest[0] > source_length or longest[1] > target_length:
+        raise ValueError(f"pairs of up to {longest} (source, target + 1) tokens do not fit shape {shape}")
+    num_rows = len(sources) if rows is None else rows
+    if len(sources) > num_rows:
+        raise ValueError(f"{len(sources)} pairs do not fit {num_rows} rows")
+
+    source = np.full((num_rows, source_length), config.pad_id, np.int32)
+    source_lengths = np.zeros(num_rows, np.int32)
+    target_in = np.full((num_rows, target_length), config.pad_id, np.int32)
+    target_out = target_in.copy()
+    weights = np.zeros((num_rows, target_length), np.float32)
+    for row, (source_ids, target_ids) in enumerate(zip(sources, targets, strict=True)):
+        length = len(target_ids)
+        source[row, : len(source_ids)] = source_ids
+        source_lengths[row] = len(source_ids)
+        target_in[row, 0] = config.start_id
+        target_in[row, 1 : length + 1] = target_ids
+        target_out[row, :length] = target_ids
+        target_out[row, length] = config.end_id
+        weights[row, : length + 1] = 1
+    return Batch(source, source_lengths, target_in, target_out, weights)
