@@ -1,0 +1,192 @@
+"""The state of a run on the device, and the pure functions that make the next one from a batch.
+
+Each is one jitted function, without side effects and without a look at any value from the host: the loop decides what
+to read, and when.
+"""
+
+import dataclasses
+import typing
+from typing import Any
+
+import flax.linen as nn
+import flax.struct
+import jax
+import jax.numpy as jnp
+import optax
+
+from tfm.axes import Array, Bool, Float, Int, KeyArray, Shaped
+from tfm.batch import Batch
+from tfm.nn.params import init_params
+from train.config import LossConfig, TrainConfig
+from train.loss import LossSums, batch_loss
+from train.optimizer import make_schedule
+
+_KEY_IMPLEMENTATIONS = {"rbg": "rbg", "threefry": "threefry2x32"}
+
+
+@typing.no_type_check  # a pytree is also built from shapes, specs and other non-arrays
+@flax.struct.dataclass
+class TrainState:
+    """All that a step changes, and the dropout key that it does not. Saved and restored, it continues bit for bit."""
+
+    step: Int[Array, ""]
+    """Batches seen, skipped ones included, so that data, schedule and dropout stay aligned with it."""
+    params: Any
+    """float32, whatever dtype the model computes in."""
+    opt_state: Any
+    dropout_key: Shaped[Array, "*key"]
+    """Raw data (uint32) of the run's dropout key. Each step, and each slice of it, folds its number into it."""
+    skipped_total: Int[Array, ""]
+    """Steps whose loss or gradient was not finite, in the whole run."""
+    skipped_in_row: Int[Array, ""]
+    """The same since the last finite step."""
+
+
+@typing.no_type_check
+@flax.struct.dataclass
+class StepMetrics:
+    """What a step reports, as arrays still on the device."""
+
+    loss: Float[Array, ""]
+    """What is minimised, per target token, in nats."""
+    nll: Float[Array, ""]
+    """-log p(label) per target token, in nats: without smoothing and z-loss, with dropout."""
+    gradient_norm: Float[Array, ""]
+    """Global norm of the gradient before clipping."""
+    learning_rate: Float[Array, ""]
+    target_tokens: Float[Array, ""]
+    """Tokens that counted in the loss, end tokens included."""
+    finite: Bool[Array, ""]
+    """False: the step was skipped."""
+
+
+def init_state(model: nn.Module, optimizer: optax.GradientTransformation, config: TrainConfig) -> TrainState:
+    """A run's first state, made on the device by one jitted function.
+
+    Parameters and dropout depend on `config.seed` alone; `config.dropout_bits` names the dropout key's kind.
+    """
+    dropout_key = jax.random.key(config.seed, impl=_KEY_IMPLEMENTATIONS[config.dropout_bits])
+
+    def init(params_key: KeyArray, dropout_key: KeyArray) -> TrainState:
+        params = init_params(model, params_key)
+        return TrainState(
+            step=jnp.zeros((), jnp.int32),
+            params=params,
+            opt_state=optimizer.init(params),
+            # Folded, because with threefry bits both keys would else be the same one.
+            dropout_key=jax.random.key_data(jax.random.fold_in(dropout_key, 1)),
+            skipped_total=jnp.zeros((), jnp.int32),
+            skipped_in_row=jnp.zeros((), jnp.int32),
+        )
+
+    # The keys are arguments: as constants they would have the compiler compute the parameters.
+    return jax.jit(init)(jax.random.key(config.seed, impl="threefry2x32"), dropout_key)
+
+
+def make_train_step(
+    model: nn.Module, optimizer: optax.GradientTransformation, config: TrainConfig
+) -> jax.stages.Wrapped:
+    """The jitted function (state, batch) → (state, `StepMetrics`). The given state is donated: it is gone afterwards.
+
+    With `accumulation_steps` = A, the rows are cut into A slices, one after the other in memory; gradients and losses
+    are *sums* over target tokens, added over the slices and divided once by the whole batch's number of tokens. So A
+    changes memory and dropout, not what is learned, however unequal the slices are.
+
+    A step whose loss or gradient norm is not finite changes nothing but the counters: parameters and optimizer state
+    stay as they were, bit for bit. A batch without any target token changes nothing either, and counts as finite.
+
+    Args:
+        model: see `train.loss.batch_loss`.
+        optimizer: of `make_optimizer`, or any other of optax; one that takes `step` is given the state's.
+        config: its `loss`, `optimizer` (for the reported rate), `steps`, `batch.accumulation_steps`, `dropout_bits`.
+
+    Raises:
+        ValueError: `accumulation_steps` below 1; and, at the first call with a shape, rows that it does not divide.
+    """
+    slices = config.batch.accumulation_steps
+    if slices < 1:
+        raise ValueError(f"expected accumulation_steps of at least 1, got {slices}")
+    schedule = make_schedule(config.optimizer, config.steps)
+    key_implementation = _KEY_IMPLEMENTATIONS[config.dropout_bits]
+    transformation = optax.with_extra_args_support(optimizer)
+
+    def gradient_sums(params: Any, batch: Batch, dropout_key: KeyArray) -> tuple[Any, LossSums]:
+        def loss_sum(params: Any) -> tuple[Float[Array, ""], LossSums]:
+            sums = batch_loss(model, params, batch, config.loss, dropout_key)
+            return sums.loss_sum, sums
+
+        return jax.grad(loss_sum, has_aux=True)(params)
+
+    def accumulated_sums(params: Any, batch: Batch, dropout_key: KeyArray) -> tuple[Any, LossSums]:
+        if slices == 1:
+            return gradient_sums(params, batch, jax.random.fold_in(dropout_key, 0))
+
+        def add_slice(total: tuple[Any, LossSums], numbered: tuple[Array, Batch]) -> tuple[tuple[Any, LossSums], None]:
+            index, piece = numbered
+            sums = gradient_sums(params, piece, jax.random.fold_in(dropout_key, index))
+            return jax.tree.map(jnp.add, total, sums), None
+
+        zero = (jax.tree.map(jnp.zeros_like, params), LossSums.zero())
+        total, _ = jax.lax.scan(add_slice, zero, (jnp.arange(slices), _cut_rows(batch, slices)))
+        return total
+
+    def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, StepMetrics]:
+        dropout_key = jax.random.wrap_key_data(state.dropout_key, impl=key_implementation)
+        gradients, sums = accumulated_sums(state.params, batch, jax.random.fold_in(dropout_key, state.step))
+        gradients = jax.tree.map(lambda gradient: gradient * sums.reciprocal_weight, gradients)
+        gradient_norm = optax.tree.norm(gradients)
+        finite = jnp.isfinite(sums.loss_sum) & jnp.isfinite(gradient_norm)
+        learns = finite & (sums.weight > 0)
+
+        updates, opt_state = transformation.update(gradients, state.opt_state, state.params, step=state.step)
+        params = optax.apply_updates(state.params, updates)
+        # A select by entry is fused into the loops that write the new values over the donated old ones; a `lax.cond`
+        # would put a border there, and save work in skipped steps only.
+        params, opt_state = jax.tree.map(
+            lambda new, old: jnp.where(learns, new, old), (params, opt_state), (state.params, state.opt_state)
+        )
+        new_state = dataclasses.replace(
+            state,
+            step=state.step + 1,
+            params=params,
+            opt_state=opt_state,
+            skipped_total=state.skipped_total + ~finite,
+            skipped_in_row=jnp.where(finite, 0, state.skipped_in_row + 1),
+        )
+        return new_state, StepMetrics(
+            loss=sums.loss,
+            nll=sums.nll,
+            gradient_norm=gradient_norm,
+            learning_rate=schedule(state.step),
+            target_tokens=sums.weight,
+            finite=finite,
+        )
+
+    return jax.jit(train_step, donate_argnames="state")
+
+
+def make_eval_step(model: nn.Module) -> jax.stages.Wrapped:
+    """The jitted function (params, batch) → `LossSums`, without dropout, smoothing and z-loss: both sums are the nll's.
+
+    Sums of several batches are added and divided once.
+    """
+    config = LossConfig(label_smoothing=0.0, z_loss=0.0)
+
+    def eval_step(params: Any, batch: Batch) -> LossSums:
+        return batch_loss(model, params, batch, config, None)
+
+    return jax.jit(eval_step)
+
+
+def _cut_rows(batch: Batch, slices: int) -> Batch:
+    """[B, …] → [slices, B / slices, …]: slice i has the rows i, i + slices, i + 2 · slices and so on.
+
+    Strided, so that rows spread over devices stay on their device: each holds a part of every slice.
+    """
+
+    def cut(rows: Array) -> Array:
+        if rows.shape[0] % slices:
+            raise ValueError(f"expected rows that accumulation_steps = {slices} divides, got {rows.shape[0]}")
+        return rows.reshape(rows.shape[0] // slices, slices, *rows.shape[1:]).swapaxes(0, 1)
+
+    return jax.tree.map(cut, batch)
