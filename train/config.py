@@ -4,9 +4,16 @@ Every default stands here once. Batch sizes are global, over all devices; length
 """
 
 import dataclasses
-from typing import Literal
+import importlib.resources
+import json
+import tomllib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Literal
 
-from tfm.config import ModelConfig
+from tfm.config import PRESETS, ModelConfig
+from train import schema
+from train.schema import ConfigError
 
 Format = Literal["auto", "lines", "tsv", "jsonl"]
 TokenizerKind = Literal["bpe", "unigram", "char", "word"]
@@ -14,7 +21,7 @@ Metric = Literal["loss", "exact-match", "wer", "ter", "bleu", "chrf", "rouge1", 
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class DataConfig:
+class DataConfig(schema.Section, prefix="data."):
     """Where pairs of text come from."""
 
     task: Literal["files", "cmudict"] = "files"
@@ -22,7 +29,9 @@ class DataConfig:
     train: tuple[str, ...] = ()
     """Two line-aligned files (source, target), or one TSV or JSONL file; plain or .gz, UTF-8."""
     validation: tuple[str, ...] = ()
+    """Held-out pairs, named as in `train`, for choosing the best checkpoint."""
     test: tuple[str, ...] = ()
+    """Pairs that training never reads, for `tfm evaluate`."""
     format: Format = "auto"
     """`auto`: two paths are line-aligned files; one path is JSONL or TSV by its ending (.jsonl, .json, else TSV)."""
     source_field: str = "source"
@@ -36,25 +45,50 @@ class DataConfig:
     max_target_tokens: int = 256
     """The same for the target (end token included)."""
 
+    def problems(self) -> Iterator[str]:
+        yield from schema.at_least(self, 1, "max_source_tokens", "max_target_tokens")
+        yield from schema.within(self, 0, 1, "validation_share")
+        for name in ("source_field", "target_field"):
+            if not getattr(self, name):
+                yield f"{name} must not be empty"
+        for name in ("train", "validation", "test"):
+            paths = getattr(self, name)
+            if paths and self.task != "files":
+                yield f"{name} must be empty for the built-in task {self.task}, got {list(paths)}"
+            elif len(paths) > 2 or (len(paths) == 1 and self.format == "lines"):
+                yield f"{name} must be two line-aligned files, or one TSV or JSONL file, got {list(paths)}"
+            elif len(paths) == 2 and self.format in ("tsv", "jsonl"):
+                yield f"{name} must be one {self.format.upper()} file, got {list(paths)}"
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class TokenizerConfig:
+class TokenizerConfig(schema.Section, prefix="tokenizer."):
     """How text becomes ids. A file given here is used as it is; otherwise a tokenizer is trained on the data."""
 
     source_kind: TokenizerKind = "bpe"
+    """`word` splits at whitespace; `char` is one token a character."""
     target_kind: TokenizerKind = "bpe"
+    """The same for the target."""
     source_vocab_size: int = 8_000
     """The most entries, special tokens included, of a trained vocabulary."""
     target_vocab_size: int = 8_000
+    """The same for the target."""
     shared: bool = False
     """One tokenizer, trained on both sides with the source's kind and size, for source and target."""
     source_file: str = ""
     """A `tokenizer.json`, for the source side (for both, when shared)."""
     target_file: str = ""
+    """A `tokenizer.json` for the target side."""
+
+    def problems(self) -> Iterator[str]:
+        # four special tokens and one piece of text
+        yield from schema.at_least(self, 5, "source_vocab_size", "target_vocab_size")
+        if self.shared and self.target_file:
+            yield "target_file must be empty where shared is true: source_file serves both sides"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class BatchConfig:
+class BatchConfig(schema.Section, prefix="batch."):
     """How pairs become batches."""
 
     tokens: int = 4096
@@ -64,21 +98,30 @@ class BatchConfig:
     accumulation_steps: int = 1
     """Each batch is cut into this many slices whose gradients are added before one update."""
 
+    def problems(self) -> Iterator[str]:
+        yield from schema.at_least(self, 1, "tokens", "max_shapes", "accumulation_steps")
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class OptimizerConfig:
+class OptimizerConfig(schema.Section, prefix="optimizer."):
     """The optax chain: clip by global norm, then the named rule under the schedule."""
 
     name: Literal["adamw", "adafactor", "sgd", "lion"] = "adamw"
+    """The rule that turns gradients into updates."""
     learning_rate: float = 1e-3
     """The schedule's peak."""
     schedule: Literal["inverse-sqrt", "cosine", "linear", "constant"] = "inverse-sqrt"
     """After `warmup_steps` of linear rise; cosine and linear fall to `final_share` of the peak at the last step."""
     warmup_steps: int = 1_000
+    """Steps over which the learning rate rises linearly to its peak."""
     final_share: float = 0.0
+    """Where cosine and linear schedules end, as a share of the peak."""
     beta1: float = 0.9
+    """Decay of the average of gradients (adamw, lion)."""
     beta2: float = 0.98
+    """Decay of the average of their squares (adamw); of the average of gradients (lion)."""
     epsilon: float = 1e-9
+    """Added to the denominator (adamw)."""
     weight_decay: float = 0.0
     """Decoupled; on matrices only, never on biases, norms or relative biases."""
     momentum: float = 0.9
@@ -86,9 +129,16 @@ class OptimizerConfig:
     clip_norm: float = 1.0
     """Gradients are scaled down to this global norm; 0 for no clipping."""
 
+    def problems(self) -> Iterator[str]:
+        yield from schema.more_than(self, 0, "learning_rate", "epsilon")
+        yield from schema.at_least(self, 0, "warmup_steps", "weight_decay", "clip_norm")
+        yield from schema.within(self, 0, 1, "beta1", "beta2", "momentum")
+        if not 0 <= self.final_share <= 1:
+            yield f"final_share must be from 0 to 1, got {self.final_share}"
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class LossConfig:
+class LossConfig(schema.Section, prefix="loss."):
     """Cross-entropy per target token."""
 
     label_smoothing: float = 0.1
@@ -96,9 +146,13 @@ class LossConfig:
     z_loss: float = 0.0
     """Weight of log(Z)^2, which keeps logits from drifting (Chowdhery et al. 2022, section 5)."""
 
+    def problems(self) -> Iterator[str]:
+        yield from schema.within(self, 0, 1, "label_smoothing")
+        yield from schema.at_least(self, 0, "z_loss")
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ValidationConfig:
+class ValidationConfig(schema.Section, prefix="validation."):
     """What is measured during training, on held-out pairs."""
 
     every_steps: int = 1_000
@@ -115,21 +169,32 @@ class ValidationConfig:
     samples: int = 3
     """Generated texts that are logged beside their references."""
 
+    def problems(self) -> Iterator[str]:
+        yield from schema.at_least(self, 0, "every_steps", "max_tokens", "max_examples", "patience", "samples")
+        if self.patience and not self.every_steps:
+            yield f"patience ({self.patience}) counts validations, and every_steps = 0 makes none"
+        if self.metric != "loss" and not self.max_examples:
+            yield f"metric {self.metric} needs generated text, and max_examples = 0 generates none"
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class CheckpointConfig:
+class CheckpointConfig(schema.Section, prefix="checkpoint."):
     """What is kept of a run."""
 
     every_steps: int = 1_000
+    """A killed run loses at most this many steps."""
     keep: int = 3
     """Most recent checkpoints that are kept; the best one is kept besides."""
 
+    def problems(self) -> Iterator[str]:
+        yield from schema.at_least(self, 1, "every_steps", "keep")
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class TrainConfig:
+class TrainConfig(schema.Section, prefix=""):
     """Everything that decides a run. The vocabulary sizes and special ids of `model` come from the tokenizers."""
 
-    model: ModelConfig = ModelConfig()
+    model: ModelConfig = dataclasses.field(default_factory=ModelConfig)
     data: DataConfig = DataConfig()
     tokenizer: TokenizerConfig = TokenizerConfig()
     batch: BatchConfig = BatchConfig()
@@ -142,9 +207,132 @@ class TrainConfig:
     seed: int = 0
     """Of initial parameters, data order and dropout."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Of the operands of large products; parameters and optimizer stay in float32. See `tfm.nn.layers.compute_dtype`."""
+    """Of the operands of large products; parameters and optimizer stay in float32. `tfm.nn.layers.compute_dtype` says
+    what `auto` is."""
     dropout_bits: Literal["rbg", "threefry"] = "rbg"
     """Generator of dropout's random bits: `rbg` is several times cheaper."""
     max_bad_steps: int = 10
     """Steps whose loss or gradient is not finite are skipped; this many in a row end the run with an error."""
     log_every_steps: int = 50
+    """Interval of the lines in `metrics.jsonl` and TensorBoard."""
+
+    def problems(self) -> Iterator[str]:
+        """What the sections cannot be together."""
+        yield from schema.at_least(self, 1, "steps", "max_bad_steps", "log_every_steps")
+        if not 0 <= self.seed < 2**32:
+            yield f"seed must be from 0 to 2^32 - 1, got {self.seed}"
+        values = schema.flatten(self)
+        for tokens, limit in (
+            ("data.max_source_tokens", "model.max_source_length"),
+            ("data.max_target_tokens", "model.max_target_length"),
+            ("validation.max_tokens", "model.max_target_length"),
+        ):
+            if values[tokens] > values[limit]:
+                yield f"{tokens} ({values[tokens]}) must be at most {limit} ({values[limit]})"
+        if self.optimizer.schedule in ("cosine", "linear") and self.optimizer.warmup_steps > self.steps:
+            yield (
+                f"optimizer.warmup_steps ({self.optimizer.warmup_steps}) must be at most steps ({self.steps}): the "
+                f"{self.optimizer.schedule} schedule falls from there to the last step"
+            )
+        if not self.tokenizer.shared and self.model.architecture == "decoder-only":
+            yield "tokenizer.shared must be true for a decoder-only model, which has one vocabulary for both sides"
+        elif not self.tokenizer.shared and self.model.shared_embeddings == "all":
+            yield "tokenizer.shared must be true for model.shared_embeddings = 'all', one matrix for both sides"
+
+
+FROM_TOKENIZERS = (
+    "model.source_vocab_size", "model.target_vocab_size", "model.pad_id", "model.start_id", "model.end_id",
+)  # fmt: skip
+"""Settings that a run takes from its tokenizers; a recipe or a command line does not give them."""
+
+RESUME_MAY_CHANGE = frozenset({
+    "steps", "log_every_steps", "max_bad_steps", "checkpoint.every_steps", "checkpoint.keep", "validation.every_steps",
+    "validation.patience", "validation.samples", "validation.max_examples",
+})  # fmt: skip
+"""Settings that may differ when a run is resumed.
+
+More `steps` under the `inverse-sqrt` or `constant` schedule go on as if they had been asked for at the start. `cosine`
+and `linear` end at the last step, so there the learning rate of every step follows from `steps`: from the resumed step
+on it is that of the new schedule, a jump at that moment, and the run differs from one with these steps from the start.
+"""
+
+
+def to_dict(config: TrainConfig) -> dict[str, Any]:
+    """Nested tables of all settings, as JSON has them."""
+    return schema.encode(config)
+
+
+def from_dict(values: Mapping[str, Any]) -> TrainConfig:
+    """The reverse of `to_dict`; absent settings have their defaults, and `model.preset` names one of `tfm.config`.
+
+    Raises:
+        ConfigError: a ValueError that names every unknown key with the nearest known one, every value of a wrong type,
+            and every setting that cannot be.
+    """
+    model = values.get("model")
+    if isinstance(model, Mapping) and "preset" in model:
+        values = {**values, "model": with_preset(model)}
+    return schema.decode(TrainConfig, values)
+
+
+def with_preset(model: Mapping[str, Any]) -> dict[str, Any]:
+    """The model's settings with `preset` replaced by what it stands for; settings beside it win."""
+    name = model["preset"]
+    if not isinstance(name, str) or name not in PRESETS:
+        raise ConfigError([f"model.preset: expected one of {', '.join(PRESETS)}, got {name!r}"])
+    return PRESETS[name] | {key: value for key, value in model.items() if key != "preset"}
+
+
+def to_json(config: TrainConfig) -> str:
+    """The text of a run's `config.json`."""
+    return json.dumps(to_dict(config), indent=2, ensure_ascii=False, allow_nan=False) + "\n"
+
+
+def from_json(text: str) -> TrainConfig:
+    """The reverse of `to_json`, exact. Raises ValueError as `from_dict` does, and for what is not JSON."""
+    return from_dict(json.loads(text))
+
+
+def recipe_names() -> list[str]:
+    """The recipes that come with the package."""
+    files = (importlib.resources.files("train") / "recipes").iterdir()
+    return sorted(file.name.removesuffix(".toml") for file in files if file.name.endswith(".toml"))
+
+
+def load_recipe(name_or_path: str | Path) -> TrainConfig:
+    """Reads a recipe that comes with the package, by its name, or a TOML file, by its path.
+
+    Raises:
+        ValueError: no such recipe or file, not TOML, or a `ConfigError` as from `from_dict`; each says the file.
+    """
+    name = str(name_or_path)
+    path = Path(name_or_path)
+    if name in recipe_names():
+        text = (importlib.resources.files("train") / "recipes" / f"{name}.toml").read_text(encoding="utf-8")
+    elif path.is_file():
+        text = path.read_text(encoding="utf-8")
+    else:
+        near = schema.nearest(path.name.removesuffix(".toml"), recipe_names())
+        raise ValueError(
+            f"no recipe and no file {name!r}; the nearest recipe is {near!r} of {', '.join(recipe_names())}"
+        )
+    try:
+        values = tomllib.loads(text)
+        given = values["model"] if isinstance(values.get("model"), dict) else {}
+        if problems := [from_tokenizers(key) for key in FROM_TOKENIZERS if key.removeprefix("model.") in given]:
+            raise ConfigError(problems)
+        return from_dict(values)
+    except ValueError as error:
+        raise ConfigError([f"{name}: {error}"]) from error
+
+
+def from_tokenizers(key: str) -> str:
+    """Why a key of `FROM_TOKENIZERS` is not to be given."""
+    instead = f"set {key.replace('model', 'tokenizer')}" if key.endswith("vocab_size") else "leave it out"
+    return f"{key} is taken from the run's tokenizers: {instead}"
+
+
+def changed_fields(old: TrainConfig, new: TrainConfig) -> dict[str, tuple[Any, Any]]:
+    """Every setting that differs, by its dotted key, as (old, new)."""
+    before, after = schema.flatten(old), schema.flatten(new)
+    return {key: (before[key], after[key]) for key in before if before[key] != after[key]}

@@ -1,0 +1,16 @@
+"""What holds for every test."""
+
+import os
+
+import hypothesis
+import jax
+
+# A sum of arrays of different rank is a mistake more often than a wish; the library says which axes it means.
+jax.config.update("jax_numpy_rank_promotion", "raise")
+
+# The first example of a property compiles for seconds, so there is no deadline; on CI the examples are the same ones
+# every time, so that a failure there is of the change and not of chance.
+_checks = [hypothesis.HealthCheck.too_slow]
+hypothesis.settings.register_profile("local", deadline=None, suppress_health_check=_checks)
+hypothesis.settings.register_profile("ci", parent=hypothesis.settings.get_profile("local"), derandomize=True)
+hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "local")
