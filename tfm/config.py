@@ -175,6 +175,11 @@ def _problems(config: ModelConfig):
             f"shared_embeddings = 'all' needs equal vocabularies, not {config.source_vocab_size} and "
             f"{config.target_vocab_size}"
         )
+    if config.architecture == "decoder-only" and config.source_vocab_size != config.target_vocab_size:
+        yield (
+            "a decoder-only model has one vocabulary: source_vocab_size and target_vocab_size must be equal, not "
+            f"{config.source_vocab_size} and {config.target_vocab_size}"
+        )
     for name in ("pad_id", "start_id", "end_id"):
         if not 0 <= getattr(config, name) < config.target_vocab_size:
             yield f"{name} must be an id of the target vocabulary (0 to {config.target_vocab_size - 1}), not " + str(

@@ -1,5 +1,8 @@
 """Who may attend to whom. Boolean, True = may attend; a mask ends in [queries, keys]."""
 
+import typing
+
+import flax.struct
 import jax.numpy as jnp
 
 from tfm.axes import Array, Bool, Int
@@ -26,3 +29,25 @@ def causal_mask(query_positions: Int[Array, "*B Q"], length: int) -> Bool[Array,
         [[[1, 1, 0, 0]], [[1, 1, 1, 0]]]
     """
     return jnp.arange(length) <= query_positions[..., None]
+
+
+@typing.no_type_check  # a pytree is also built from shapes, specs and other non-arrays
+@flax.struct.dataclass
+class Visible:
+    """Which keys each query may see, as data that a fused kernel understands without a dense mask."""
+
+    key_lengths: Int[Array, "B"] | None = None
+    """Keys from here on are padding. None: all are real."""
+    query_positions: Int[Array, "B Q"] | None = None
+    """Positions of causal queries that stand somewhere in a longer cache; keys stand at 0, 1, 2, …"""
+    causal: bool = flax.struct.field(pytree_node=False, default=False)
+    """A query sees no key after its own position; its position is its index unless `query_positions` says otherwise."""
+
+    def dense(self, num_queries: int, num_keys: int) -> Bool[Array, "*B Q M"] | None:
+        """The same as a boolean mask, with a leading axis of B or 1; None where everything is visible."""
+        mask = None if self.key_lengths is None else padding_mask(self.key_lengths, num_keys)
+        if self.causal:
+            positions = jnp.arange(num_queries)[None] if self.query_positions is None else self.query_positions
+            causal = causal_mask(positions, num_keys)
+            mask = causal if mask is None else mask & causal
+        return mask

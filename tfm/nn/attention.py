@@ -1,0 +1,243 @@
+"""Scaled dot-product attention, by whichever kernel can serve, and the multi-head layer around it.
+
+All kernels compute the same function, and one test holds them to that. `plain` is the definition: einsums that one
+can read beside the paper, on every backend, with dropout. `xla` is `jax.nn.dot_product_attention`'s own composition.
+`cudnn` is NVIDIA's fused kernel; it takes padding as lengths, since it refuses a mask that is broadcast.
+"""
+
+import functools
+import math
+from typing import Literal
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from tfm.axes import Array, Float, Int, KeyArray
+from tfm.config import ModelConfig
+from tfm.nn import layers
+from tfm.nn.cache import KeysValues
+from tfm.nn.masks import Visible
+from tfm.nn.positions import rotate
+
+Kernel = Literal["auto", "plain", "xla", "cudnn"]
+KERNELS: tuple[Kernel, ...] = ("auto", "plain", "xla", "cudnn")
+
+
+def dot_product_attention(
+    query: Float[Array, "B Q N H"],
+    keys_values: KeysValues,
+    *,
+    visible: Visible,
+    bias: Float[Array, "*B N Q M"] | None = None,
+    scale: float | None = None,
+    dropout_rate: float = 0.0,
+    dropout_key: KeyArray | None = None,
+    kernel: Kernel = "auto",
+) -> Float[Array, "B Q N H"]:
+    """softmax(Q Kᵀ · scale + bias) V (Vaswani et al. 2017, eq. 1), masked to what is visible.
+
+    With fewer key/value heads than query heads, each is shared by a group of consecutive query heads (Ainslie et al.
+    2023; Shazeer 2019 for a single one).
+
+    Args:
+        query: already rotated where positions are rotary.
+        keys_values: [B, K, M, H] each.
+        visible: which keys a query may see. A query that sees none gives zeros.
+        bias: added to the scaled scores, with a leading axis of B or 1.
+        scale: 1/sqrt(H) by default.
+        dropout_rate: on the attention weights, where a `dropout_key` is passed.
+        dropout_key: None turns dropout off.
+        kernel: "auto" for the fastest that can serve.
+
+    Raises:
+        ValueError: the kernel asked for cannot serve these arguments here; the message says why.
+    """
+    scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
+    drops = dropout_key is not None and dropout_rate > 0
+    if kernel not in KERNELS:
+        raise ValueError(f"expected an attention kernel of {', '.join(KERNELS)}, got {kernel!r}")
+    problem = None
+    if kernel in ("auto", "cudnn"):
+        problem = _cudnn_problem(query, keys_values, visible, bias, drops)
+    elif kernel == "xla" and drops:
+        problem = "it has no dropout on attention weights"
+    if problem and kernel != "auto":
+        raise ValueError(f"attention kernel {kernel!r} cannot serve here: {problem}")
+
+    if kernel == "plain" or (kernel == "auto" and problem):
+        return _plain(query, keys_values, visible, bias, scale, dropout_rate, dropout_key if drops else None)
+    if kernel == "xla":
+        return _xla(query, keys_values, visible, bias, scale)
+    return _cudnn(query, keys_values, visible, scale)
+
+
+def attention_weights(
+    query: Float[Array, "B Q N H"],
+    keys: Float[Array, "B K M H"],
+    visible: Visible,
+    bias: Float[Array, "*B N Q M"] | None,
+    scale: float,
+) -> Float[Array, "B N Q M"]:
+    """The softmax, in float32. A query that sees no key has weights of zero."""
+    batch, num_queries, num_heads, head_dim = query.shape
+    kv_heads, num_keys = keys.shape[1:3]
+    query_BQKGH = query.reshape(batch, num_queries, kv_heads, num_heads // kv_heads, head_dim)
+    scores_BKGQM = jnp.einsum(
+        "BQKGH,BKMH->BKGQM", query_BQKGH * scale, keys.astype(query.dtype), preferred_element_type=jnp.float32
+    )
+    scores = scores_BKGQM.reshape(batch, num_heads, num_queries, num_keys)
+    if bias is not None:
+        scores += bias
+    mask = visible.dense(num_queries, num_keys)
+    if mask is None:
+        return jax.nn.softmax(scores, axis=-1)
+    scores = jnp.where(mask[:, None], scores, -jnp.inf)
+    # a row of -inf alone would give NaN: its maximum is taken as 0, its sum as 1
+    highest = jax.lax.stop_gradient(scores.max(axis=-1, keepdims=True))
+    exponentials = jnp.exp(scores - jnp.where(jnp.isneginf(highest), 0, highest))
+    total = exponentials.sum(axis=-1, keepdims=True)
+    return exponentials / jnp.where(total == 0, 1, total)
+
+
+def _plain(
+    query: Array,
+    keys_values: KeysValues,
+    visible: Visible,
+    bias: Array | None,
+    scale: float,
+    dropout_rate: float,
+    dropout_key: KeyArray | None,
+) -> Array:
+    weights = attention_weights(query, keys_values.keys, visible, bias, scale)
+    if dropout_key is not None:
+        weights = layers.dropout(weights, dropout_rate, dropout_key)
+    batch, num_heads, num_queries, num_keys = weights.shape
+    values = keys_values.values.astype(query.dtype)
+    kv_heads = values.shape[1]
+    weights_BKGQM = weights.reshape(batch, kv_heads, num_heads // kv_heads, num_queries, num_keys)
+    mixed_BQKGH = jnp.einsum(
+        "BKGQM,BKMH->BQKGH", weights_BKGQM.astype(query.dtype), values, preferred_element_type=jnp.float32
+    )
+    return mixed_BQKGH.reshape(query.shape).astype(query.dtype)
+
+
+def _xla(query: Array, keys_values: KeysValues, visible: Visible, bias: Array | None, scale: float) -> Array:
+    keys, values = _heads_last(query, keys_values)
+    mask = visible.dense(query.shape[1], keys.shape[1])
+    mixed = jax.nn.dot_product_attention(
+        query,
+        keys,
+        values,
+        bias=bias,
+        mask=None if mask is None else mask[:, None],
+        scale=scale,
+        implementation="xla",
+    )
+    if mask is None:
+        return mixed
+    sees_any = mask.any(axis=-1)[..., None, None]  # JAX gives a query that sees nothing the mean of all values
+    return jnp.where(sees_any, mixed, 0)
+
+
+def _cudnn(query: Array, keys_values: KeysValues, visible: Visible, scale: float) -> Array:
+    keys, values = _heads_last(query, keys_values)
+    lengths = visible.key_lengths
+    mixed = jax.nn.dot_product_attention(
+        query,
+        keys,
+        values,
+        scale=scale,
+        is_causal=visible.causal,
+        # every query is computed; only keys are cut
+        query_seq_lengths=None if lengths is None else jnp.full_like(lengths, query.shape[1]),
+        key_value_seq_lengths=lengths,
+        implementation="cudnn",
+    )
+    if lengths is None:
+        return mixed
+    return jnp.where((lengths > 0)[:, None, None, None], mixed, 0)
+
+
+def _heads_last(query: Array, keys_values: KeysValues) -> tuple[Array, Array]:
+    """Keys and values as [B, M, K, H], which `jax.nn.dot_product_attention` takes."""
+    keys, values = (jnp.swapaxes(x, 1, 2).astype(query.dtype) for x in (keys_values.keys, keys_values.values))
+    return keys, values
+
+
+def _cudnn_problem(
+    query: Array, keys_values: KeysValues, visible: Visible, bias: Array | None, drops: bool
+) -> str | None:
+    """Why cuDNN cannot serve, or None."""
+    num_queries, head_dim = query.shape[1], query.shape[-1]
+    if jax.default_backend() != "gpu":
+        return f"it needs an NVIDIA GPU, and the backend is {jax.default_backend()}"
+    if query.dtype not in (jnp.bfloat16, jnp.float16):
+        return f"it computes in bfloat16 or float16, not {query.dtype}"
+    if head_dim % 8 or head_dim > 128:
+        return f"it needs a head dimension that is a multiple of 8 and at most 128, not {head_dim}"
+    if bias is not None:
+        return "a bias would have to be written out for every row and head"
+    if drops:
+        return "it has no dropout on attention weights here"
+    if visible.causal and (visible.query_positions is not None or num_queries != keys_values.keys.shape[2]):
+        return "its causal mask cannot stand in the middle of a cache"
+    return None
+
+
+class Attention(nn.Module):
+    """Multi-head attention (Vaswani et al. 2017, section 3.2.2), for self- and cross-attention alike.
+
+    The two halves are methods of their own, because they happen at different times: the keys and values of a source
+    are projected once, those of a target once a token, and queries meet them at every step.
+    """
+
+    config: ModelConfig
+    dtype: layers.Dtype = "float32"
+    kernel: Kernel = "auto"
+
+    def setup(self) -> None:
+        config = self.config
+        linear = functools.partial(layers.Linear, use_bias=config.use_bias, dtype=self.dtype)
+        self.query = linear(config.num_heads * config.head_size)
+        self.key = linear(config.kv_heads * config.head_size)
+        self.value = linear(config.kv_heads * config.head_size)
+        self.output = linear(config.model_dim)
+
+    def keys_values(
+        self, memory: Float[Array, "B M D"], rotary_positions: Int[Array, "*B M"] | None = None
+    ) -> KeysValues:
+        """Projects what will be attended to; keys are rotated where positions are given."""
+        heads = (*memory.shape[:2], self.config.kv_heads, self.config.head_size)
+        keys, values = self.key(memory).reshape(heads), self.value(memory).reshape(heads)
+        return KeysValues(jnp.swapaxes(self._rotate(keys, rotary_positions), 1, 2), jnp.swapaxes(values, 1, 2))
+
+    def __call__(
+        self,
+        x: Float[Array, "B Q D"],
+        keys_values: KeysValues,
+        *,
+        visible: Visible,
+        rotary_positions: Int[Array, "*B Q"] | None = None,
+        bias: Float[Array, "*B N Q M"] | None = None,
+    ) -> Float[Array, "B Q D"]:
+        """Lets every token of x look at the keys it may see, and mixes their values."""
+        config = self.config
+        query = self.query(x).reshape(*x.shape[:2], config.num_heads, config.head_size)
+        drops = config.attention_dropout_rate > 0 and self.has_rng("dropout")
+        mixed = dot_product_attention(
+            self._rotate(query, rotary_positions),
+            keys_values,
+            visible=visible,
+            bias=bias,
+            scale=None if config.scale_attention else 1.0,
+            dropout_rate=config.attention_dropout_rate,
+            dropout_key=self.make_rng("dropout") if drops else None,
+            kernel=self.kernel,
+        )
+        return self.output(mixed.reshape(*x.shape[:2], -1))
+
+    def _rotate(self, x: Array, positions: Array | None) -> Array:
+        if positions is None:
+            return x
+        return rotate(x, positions, base=self.config.rope_base, halves=self.config.positions == "rope-halves")

@@ -1,0 +1,121 @@
+"""The key/value cache: an immutable pytree that `prefill` makes, `decode_step` returns anew, and nothing else changes.
+
+Keys and values lie [B, K, C, H], heads before positions: scores and weighted sums then read each head's block as it
+lies, where [B, C, K, H] would be transposed, whole, at every step.
+"""
+
+import typing
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+
+from tfm.axes import Array, Float, Int
+from tfm.config import ModelConfig
+
+
+@typing.no_type_check  # pytrees are also built from shapes, specs and other non-arrays
+@flax.struct.dataclass
+class KeysValues:
+    """The keys and values of one attention, rotated already where positions are rotary."""
+
+    keys: Float[Array, "B K M H"]
+    values: Float[Array, "B K M H"]
+
+
+@typing.no_type_check
+@flax.struct.dataclass
+class LayerCache:
+    """What one decoder layer remembers."""
+
+    self_attention: KeysValues
+    """Of the target so far, [B, K, C, H]: entries from a row's length on are junk that no query may see."""
+    cross_attention: KeysValues | None
+    """Of the encoded source, [B, K, S, H]: written by `prefill`, only read after. None in a decoder-only model."""
+
+
+@typing.no_type_check
+@flax.struct.dataclass
+class Cache:
+    """All that decoding remembers between steps."""
+
+    layers: tuple[LayerCache, ...]
+    lengths: Int[Array, "B"]
+    """Tokens written in each row; the next one gets this position."""
+    source_lengths: Int[Array, "B"]
+    """Real source tokens of each row; all zero in a decoder-only model, whose source lies in the self-attention."""
+
+    @property
+    def capacity(self) -> int:
+        """C: the most tokens a row can hold."""
+        return self.layers[0].self_attention.keys.shape[2]
+
+
+def init_keys_values(config: ModelConfig, *, batch: int, length: int, dtype: str) -> KeysValues:
+    shape = (batch, config.kv_heads, length, config.head_size)
+    return KeysValues(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
+
+
+def init_cache(config: ModelConfig, *, batch: int, source_length: int, capacity: int, dtype: str = "float32") -> Cache:
+    """An empty cache. A decoder-only model's capacity holds its source too, and `source_length` does not count."""
+    has_source = config.architecture == "encoder-decoder"
+    layers = tuple(
+        LayerCache(
+            init_keys_values(config, batch=batch, length=capacity, dtype=dtype),
+            init_keys_values(config, batch=batch, length=source_length, dtype=dtype) if has_source else None,
+        )
+        for _ in range(config.decoder_layers)
+    )
+    return Cache(layers, jnp.zeros(batch, jnp.int32), jnp.zeros(batch, jnp.int32))
+
+
+def cache_bytes(
+    config: ModelConfig,
+    *,
+    batch: int,
+    source_length: int,
+    capacity: int,
+    beams: int = 1,
+    dtype: str = "float32",
+) -> int:
+    """Bytes of a cache, said before anything is allocated: 2 · (B·W·C + B·S) · K · H · L · itemsize, and the lengths.
+
+    All beams of a row share its source. For a decoder-only model S does not count, and with K = N that is the
+    textbook's 2 · batch · length · heads · head size · layers · bytes.
+    """
+    source_positions = batch * source_length if config.architecture == "encoder-decoder" else 0
+    positions = batch * beams * capacity + source_positions
+    keys_values = 2 * positions * config.kv_heads * config.head_size * config.decoder_layers
+    lengths = batch * beams + batch
+    return keys_values * jnp.dtype(dtype).itemsize + lengths * jnp.dtype(jnp.int32).itemsize
+
+
+def write(cache: KeysValues, new: KeysValues, starts: Int[Array, "B"]) -> KeysValues:
+    """Writes T new positions into each row, from that row's start on.
+
+    One `dynamic_update_slice` a row: in place where the old cache is donated or carried by a loop, and, unlike a
+    scatter, local under sharding by rows. JAX clamps a slice that would not fit, which would overwrite older
+    positions; the caller keeps starts + T within the capacity.
+
+    Example:
+        >>> old = KeysValues(jnp.zeros((2, 1, 3, 1)), jnp.zeros((2, 1, 3, 1)))
+        >>> new = KeysValues(jnp.ones((2, 1, 1, 1)), jnp.ones((2, 1, 1, 1)))
+        >>> write(old, new, jnp.array([0, 2])).keys[:, 0, :, 0].tolist()
+        [[1.0, 0.0, 0.0], [0.0, 0.0, 1.0]]
+    """
+
+    def write_row(row: Array, new_row: Array, start: Array) -> Array:
+        return jax.lax.dynamic_update_slice(row, new_row.astype(row.dtype), (0, start, 0))
+
+    return jax.tree.map(lambda old, added: jax.vmap(write_row)(old, added, starts), cache, new)
+
+
+def reorder(cache: Cache, parents: Int[Array, "B"]) -> Cache:
+    """Row i of the result continues row parents[i]; the source side stays, because parents share a source.
+
+    `parents` index rows of the self-attention cache, so a beam may only move within its own source.
+    """
+    layers = tuple(
+        layer.replace(self_attention=jax.tree.map(lambda x: x[parents], layer.self_attention)) for layer in cache.layers
+    )
+    return cache.replace(layers=layers, lengths=cache.lengths[parents])

@@ -1,0 +1,180 @@
+"""The parts between attentions: linear maps, norms, the feed-forward layer, embeddings, dropout.
+
+Two dtypes are at work. Operands of large products are cast to a layer's `dtype`, and the products accumulate in
+float32. What flows between layers has the dtype that the embedding gave it; norms' statistics and softmaxes are in
+float32 whatever flows.
+"""
+
+import functools
+import math
+import pathlib
+import typing
+from collections.abc import Callable
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from tfm.axes import Array, Float, Int, KeyArray
+from tfm.config import Activation, ModelConfig
+
+Dtype = typing.Literal["float32", "bfloat16"]
+
+ACTIVATIONS: dict[Activation, Callable[[Array], Array]] = {
+    "relu": jax.nn.relu,
+    "gelu": functools.partial(jax.nn.gelu, approximate=True),
+    "silu": jax.nn.silu,
+}
+
+
+def compute_dtype(dtype: str) -> Dtype:
+    """Resolves "auto" for the default backend: bfloat16 on accelerators; on a CPU whatever its matrix units are for.
+
+    CPUs that multiply bfloat16 in hardware (AMX, AVX-512 BF16) run large products 2 to 4 times as fast in it; others
+    emulate it, slower than float32.
+    """
+    if dtype not in ("auto", "float32", "bfloat16"):
+        raise ValueError(f"expected dtype 'auto', 'float32' or 'bfloat16', got {dtype!r}")
+    if dtype != "auto":
+        return typing.cast(Dtype, dtype)
+    if jax.default_backend() != "cpu":
+        return "bfloat16"
+    cpu_info = pathlib.Path("/proc/cpuinfo")
+    flags = cpu_info.read_text() if cpu_info.exists() else ""
+    return "bfloat16" if "amx_bf16" in flags or "avx512_bf16" in flags else "float32"
+
+
+def stream_dtype(dtype: Dtype) -> Dtype:
+    """Of what flows between layers. A CPU has fast bfloat16 products but slow bfloat16 elementwise arithmetic."""
+    return "float32" if jax.default_backend() == "cpu" else dtype
+
+
+def project(x: Float[Array, "*B I"], weight: Float[Array, "O I"], dtype: Dtype) -> Float[Array, "*B O"]:
+    """x Wᵀ with the operands in `dtype`, accumulated in float32, returned in float32."""
+    if dtype == "float32":
+        return jnp.einsum("...i,oi->...o", x, weight, preferred_element_type=jnp.float32)
+    return _low_precision_project(x, weight, dtype)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def _low_precision_project(x: Array, weight: Array, dtype: Dtype) -> Array:
+    return _low_precision_project_fwd(x, weight, dtype)[0]
+
+
+def _low_precision_project_fwd(x: Array, weight: Array, dtype: Dtype) -> tuple[Array, tuple]:
+    x_low, weight_low = x.astype(dtype), weight.astype(dtype)
+    y = jnp.einsum("...i,oi->...o", x_low, weight_low, preferred_element_type=jnp.float32)
+    # empty arrays carry the inputs' dtypes, which the gradients must have
+    return y, (x_low, weight_low, jnp.zeros(0, x.dtype), jnp.zeros(0, weight.dtype))
+
+
+def _low_precision_project_bwd(dtype: Dtype, saved: tuple, gradient: Array) -> tuple[Array, Array]:
+    """The transposed products in `dtype` too: JAX's own rule would multiply the float32 gradient by upcast operands."""
+    x, weight, x_like, weight_like = saved
+    gradient = gradient.astype(dtype)
+    x_gradient = jnp.einsum("...o,oi->...i", gradient, weight, preferred_element_type=jnp.float32)
+    weight_gradient = jnp.einsum("...o,...i->oi", gradient, x, preferred_element_type=jnp.float32)
+    return x_gradient.astype(x_like.dtype), weight_gradient.astype(weight_like.dtype)
+
+
+_low_precision_project.defvjp(_low_precision_project_fwd, _low_precision_project_bwd)
+
+
+class Linear(nn.Module):
+    """y = x Wᵀ + b, W lying [out, in] as in PyTorch: the order that a decode step, with its few rows, reads fastest."""
+
+    features: int
+    use_bias: bool = True
+    dtype: Dtype = "float32"
+
+    @nn.compact
+    def __call__(self, x: Float[Array, "*B I"]) -> Float[Array, "*B O"]:
+        # variance 1 / (mean of in and out), uniform: Glorot and Bengio 2010
+        init = nn.initializers.variance_scaling(1.0, "fan_avg", "uniform", in_axis=-1, out_axis=-2)
+        weight = self.param("weight", init, (self.features, x.shape[-1]))
+        y = project(x, weight, self.dtype)
+        if self.use_bias:
+            bias = self.param("bias", nn.initializers.zeros, (self.features,))
+            y += bias.reshape((1,) * (y.ndim - 1) + (-1,))
+        return y.astype(x.dtype)
+
+
+class Norm(nn.Module):
+    """LayerNorm (Ba et al. 2016) or RMSNorm (Zhang and Sennrich 2019), over the last axis, statistics in float32."""
+
+    config: ModelConfig
+
+    @nn.compact
+    def __call__(self, x: Float[Array, "*B D"]) -> Float[Array, "*B D"]:
+        config = self.config
+        per_feature = (1,) * (x.ndim - 1) + (-1,)
+        scale = self.param("scale", nn.initializers.ones, (x.shape[-1],)).reshape(per_feature)
+        y = x.astype(jnp.float32)
+        if config.norm == "layernorm":
+            y -= y.mean(axis=-1, keepdims=True)
+        y = y * jax.lax.rsqrt(jnp.square(y).mean(axis=-1, keepdims=True) + config.norm_epsilon) * scale
+        if config.norm == "layernorm" and config.use_bias:
+            y += self.param("bias", nn.initializers.zeros, (x.shape[-1],)).reshape(per_feature)
+        return y.astype(x.dtype)
+
+
+class FeedForward(nn.Module):
+    """activation(x W₁) W₂ (Vaswani et al. 2017, section 3.3), or gated: (activation(x W_gate) · x W_up) W_down."""
+
+    config: ModelConfig
+    dtype: Dtype = "float32"
+
+    @nn.compact
+    def __call__(self, x: Float[Array, "*B D"]) -> Float[Array, "*B D"]:
+        config = self.config
+        linear = functools.partial(Linear, use_bias=config.use_bias, dtype=self.dtype)
+        activation = ACTIVATIONS[config.activation]
+        if config.gated:
+            hidden = activation(linear(config.feed_forward_dim, name="gate")(x))
+            hidden *= linear(config.feed_forward_dim, name="up")(x)
+        else:
+            hidden = activation(linear(config.feed_forward_dim, name="up")(x))
+        hidden = Dropout(config.feed_forward_dropout_rate)(hidden)
+        return linear(config.model_dim, name="down")(hidden)
+
+
+class Embedding(nn.Module):
+    """A row of the table for each id; and, where the output projection shares the table, a logit for each row."""
+
+    vocab_size: int
+    dim: int
+    dtype: Dtype = "float32"
+
+    def setup(self) -> None:
+        # variance 1/D, so that rows scaled by sqrt(D) and the logits of a shared table both start near variance 1
+        init = nn.initializers.normal(1 / math.sqrt(self.dim))
+        self.weight = self.param("weight", init, (self.vocab_size, self.dim))
+
+    def __call__(self, ids: Int[Array, "*B"]) -> Float[Array, "*B D"]:
+        return self.weight[ids].astype(stream_dtype(self.dtype))
+
+    def logits(self, x: Float[Array, "*B D"]) -> Float[Array, "*B V"]:
+        return project(x, self.weight, self.dtype)
+
+
+class Dropout(nn.Module):
+    """Zeroes entries with probability `rate` and scales the rest up: on exactly when a "dropout" key is passed."""
+
+    rate: float
+
+    @nn.compact
+    def __call__(self, x: Float[Array, "*B"]) -> Float[Array, "*B"]:
+        if self.rate == 0 or not self.has_rng("dropout"):
+            return x
+        return dropout(x, self.rate, self.make_rng("dropout"))
+
+
+def dropout(x: Float[Array, "*B"], rate: float, key: KeyArray) -> Float[Array, "*B"]:
+    """Dropout (Srivastava et al. 2014) from 16 random bits an entry, half of what a float32 uniform would take.
+
+    The rate is met to 1/65,536 and the scale is that of the rate as met, so the expectation is exact.
+    """
+    num_dropped = round(rate * 65_536)
+    words = jax.random.bits(key, ((x.size + 1) // 2,), jnp.uint32)
+    bits = jax.lax.bitcast_convert_type(words, jnp.uint16).reshape(-1)[: x.size].reshape(x.shape)
+    return jnp.where(bits >= num_dropped, x * (65_536 / (65_536 - num_dropped)), 0).astype(x.dtype)
