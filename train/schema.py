@@ -12,7 +12,7 @@ import itertools
 import math
 import types
 import typing
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, ClassVar, Literal, TypeVar
 
 T = TypeVar("T")
@@ -21,7 +21,7 @@ T = TypeVar("T")
 class ConfigError(ValueError):
     """A description of a run that cannot be; `problems` are all that is wrong with it, one clause each."""
 
-    def __init__(self, problems: typing.Iterable[str]) -> None:
+    def __init__(self, problems: Iterable[str]) -> None:
         self.problems = tuple(problems)
         super().__init__("; ".join(self.problems))
 
@@ -144,7 +144,7 @@ def field_docs(cls: type) -> dict[str, str]:
     return docs
 
 
-def nearest(key: str, known: typing.Iterable[str]) -> str:
+def nearest(key: str, known: Iterable[str]) -> str:
     """The most similar of `known`; the part after the last dot counts as much as the whole."""
 
     def similarity(candidate: str) -> float:
@@ -154,7 +154,7 @@ def nearest(key: str, known: typing.Iterable[str]) -> str:
     return max(known, key=similarity)
 
 
-def unknown_key(key: str, known: typing.Iterable[str]) -> str:
+def unknown_key(key: str, known: Iterable[str]) -> str:
     return f"unknown key {key!r}; the nearest known one is {nearest(key, known)!r}"
 
 
