@@ -1,0 +1,177 @@
+"""Ids to ids: the whole of generation in one compiled call, its loop on the device."""
+
+import functools
+import typing
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from tfm.axes import Array, Bool, Float, Int, KeyArray
+from tfm.decoding.inference import decode_step, prefill
+from tfm.decoding.sampling import Greedy, Sampler, Sampling
+from tfm.nn.cache import Cache
+from tfm.nn.logprob import label_log_probs
+from tfm.nn.params import Params
+from tfm.nn.transformer import Model
+
+SMALLEST_CAPACITY = 16
+
+
+@typing.no_type_check  # a pytree is also built from shapes, specs and other non-arrays
+@flax.struct.dataclass
+class Generation:
+    """What was generated, without the prompt."""
+
+    tokens: Int[Array, "B T"]
+    """The new ids, the end token included where one came; the padding id behind."""
+    lengths: Int[Array, "B"]
+    """New ids of each row, the end token counted."""
+    scores: Float[Array, "B"]
+    """Sum of the new ids' log-probabilities under the model as it is, whatever the sampler made of it."""
+    finished: Bool[Array, "B"]
+    """True where the row ended with the end token, False where its limit of tokens cut it off."""
+
+
+def generate(
+    model: Model,
+    params: Params,
+    source: Int[Array | np.ndarray, "B S"],
+    *,
+    max_tokens: int | Int[Array | np.ndarray, ""] | Int[Array | np.ndarray, "B"],
+    source_lengths: Int[Array | np.ndarray, "B"] | None = None,
+    prompt: Int[Array | np.ndarray, "B T"] | None = None,
+    prompt_lengths: Int[Array | np.ndarray, "B"] | None = None,
+    sampler: Sampler = Greedy(),  # noqa: B008 - frozen and without state
+    key: KeyArray | None = None,
+    capacity: int | None = None,
+) -> Generation:
+    """Continues every row until it ends or has its `max_tokens`; stops when all rows have.
+
+    Compiles once for each model, kind of sampler, capacity and set of array shapes. All else is traced and compiles
+    nothing when it changes: parameters, lengths, `max_tokens`, the sampler's numbers, the key.
+
+    Args:
+        model: from `tfm.nn.transformer.build_model`.
+        params: its parameters.
+        source: ids, padded on the right.
+        max_tokens: the most new tokens, for all rows or for each; a row with 0 ends at once, so padding rows cost
+            nothing more.
+        source_lengths: real tokens of each source; None: all are real.
+        prompt: the decoder's first tokens, starting with the start token, padded on the right; None: the start token.
+        prompt_lengths: real tokens of each prompt, at least 1; None: all are real.
+        sampler: picks the tokens.
+        key: for a sampler that draws: one key, from which each row gets its own by its index, or one key a row.
+        capacity: the most tokens, prompt included, that a row can hold. None: room for `max_tokens`, rounded up to a
+            power of two and cut to what the model accepts. Needed inside a caller's jit, where `max_tokens` has no
+            value yet; more tokens than fit are then cut off.
+
+    Returns:
+        A `Generation` whose T is the capacity less the prompt's T.
+
+    Raises:
+        ValueError: more tokens than the capacity or the model allows, lengths out of range, a sampler that draws
+            without a key.
+    """
+    batch = source.shape[0]
+    prompt_length = 1 if prompt is None else prompt.shape[1]
+    if isinstance(sampler, Sampling):
+        sampler.check()
+        if key is None:
+            raise ValueError("expected a key for a sampler that draws, got none")
+    capacity = _capacity(max_tokens, prompt_length, model.config.max_target_length, capacity)
+    if key is None:
+        key = jax.random.key(0)
+    if key.ndim == 0:
+        key = jax.vmap(jax.random.fold_in, in_axes=(None, 0))(key, jnp.arange(batch))
+    if key.shape != (batch,):
+        raise ValueError(f"expected one key or {batch}, one a row, got keys of shape {key.shape}")
+    limits = jnp.broadcast_to(jnp.asarray(max_tokens, jnp.int32), (batch,))
+    return _generate(
+        model, params, source, source_lengths, prompt, prompt_lengths, sampler, limits, key, capacity=capacity
+    )
+
+
+class _Loop(typing.NamedTuple):
+    """What the loop carries."""
+
+    step: Array
+    token: Array
+    cache: Cache
+    output: Generation
+
+
+@functools.partial(jax.jit, static_argnames=("model", "capacity"))
+def _generate(
+    model: Model,
+    params: Params,
+    source: Array,
+    source_lengths: Array | None,
+    prompt: Array | None,
+    prompt_lengths: Array | None,
+    sampler: Sampler,
+    limits: Array,
+    keys: KeyArray,
+    *,
+    capacity: int,
+) -> Generation:
+    config, batch = model.config, source.shape[0]
+    num_new = capacity - (1 if prompt is None else prompt.shape[1])
+    limits = jnp.minimum(limits, num_new)
+
+    def active(output: Generation) -> Array:
+        return ~output.finished & (output.lengths < limits)
+
+    def pick(logits: Array, step: Array, output: Generation) -> tuple[Array, Generation]:
+        """Chooses each row's token number `step` and notes it for the rows that are still going."""
+        going = active(output)
+        step_keys = jax.vmap(jax.random.fold_in, in_axes=(0, None))(keys, step)
+        token = jnp.where(going, sampler.pick(logits, step_keys), config.pad_id)
+        output = Generation(
+            tokens=jax.lax.dynamic_update_slice(output.tokens, token[:, None], (0, step)),
+            lengths=output.lengths + going,
+            scores=output.scores + jnp.where(going, label_log_probs(logits, token), 0),
+            finished=output.finished | (going & (token == config.end_id)),
+        )
+        return token, output
+
+    def advance(loop: _Loop) -> _Loop:
+        logits, cache = decode_step(model, params, loop.token[:, None], loop.cache)
+        token, output = pick(logits[:, -1], loop.step, loop.output)
+        return _Loop(loop.step + 1, token, cache, output)
+
+    logits, cache = prefill(model, params, source, source_lengths, prompt, prompt_lengths, capacity=capacity)
+    nothing = Generation(
+        tokens=jnp.full((batch, num_new), config.pad_id, jnp.int32),
+        lengths=jnp.zeros(batch, jnp.int32),
+        scores=jnp.zeros(batch, jnp.float32),
+        finished=jnp.zeros(batch, bool),
+    )
+    token, output = pick(logits[:, -1], jnp.int32(0), nothing)
+    loop = _Loop(jnp.int32(1), token, cache, output)
+    return jax.lax.while_loop(lambda loop: active(loop.output).any(), advance, loop).output
+
+
+def _capacity(max_tokens: typing.Any, prompt_length: int, most: int, capacity: int | None) -> int:
+    """The static capacity, checked against the number of tokens asked for where that is known."""
+    known = not isinstance(max_tokens, jax.core.Tracer)
+    if not known and capacity is None:
+        raise ValueError("expected a capacity: max_tokens has no value yet inside jit")
+    asked = int(np.max(np.asarray(max_tokens), initial=0)) if known else 0
+    if known and np.min(np.asarray(max_tokens), initial=0) < 0:
+        raise ValueError(f"expected max_tokens of at least 0, got {max_tokens}")
+    if asked > most - prompt_length:
+        raise ValueError(
+            f"expected at most {most - prompt_length} new tokens (the model's max_target_length {most} less "
+            f"{prompt_length} of prompt), got max_tokens {asked}"
+        )
+    if capacity is None:
+        needed = max(asked + prompt_length, prompt_length + 1, SMALLEST_CAPACITY)
+        return max(min(1 << (needed - 1).bit_length(), most), prompt_length + 1)
+    if asked > capacity - prompt_length:
+        raise ValueError(
+            f"expected at most {capacity - prompt_length} new tokens (capacity {capacity} less {prompt_length} of "
+            f"prompt), got max_tokens {asked}"
+        )
+    return capacity

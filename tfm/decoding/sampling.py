@@ -1,0 +1,86 @@
+"""From logits to a token: small frozen objects whose numbers are traced, so that changing one compiles nothing."""
+
+import typing
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from tfm.axes import Array, Float, Int, KeyArray
+
+
+@typing.no_type_check  # pytrees are also built from shapes, specs and other non-arrays
+@flax.struct.dataclass
+class Greedy:
+    """The likeliest token; of equals, the one with the lowest id."""
+
+    def pick(self, logits: Float[Array, "B V"], keys: KeyArray) -> Int[Array, "B"]:
+        return jnp.argmax(logits, axis=-1).astype(jnp.int32)
+
+
+@typing.no_type_check
+@flax.struct.dataclass
+class Sampling:
+    """A random token from the model's distribution, reshaped by temperature and cut to its likeliest part.
+
+    The steps are taken in the order of the fields, each on what the one before has left. A field is one number or one
+    for each row.
+    """
+
+    temperature: Float[Array, "*B"] | float = 1.0
+    """Divides the logits; below 1 sharpens. 0 is the likeliest token."""
+    top_k: Int[Array, "*B"] | int = 0
+    """Keeps the k likeliest tokens (Fan et al. 2018); 0 keeps all."""
+    top_p: Float[Array, "*B"] | float = 1.0
+    """Keeps the fewest likeliest tokens that have at least this probability together (Holtzman et al. 2020)."""
+    min_p: Float[Array, "*B"] | float = 0.0
+    """Keeps tokens at least this fraction as likely as the likeliest (Nguyen et al. 2024)."""
+
+    def check(self) -> None:
+        """Raises ValueError for a number out of its range; numbers that are only known later cannot be checked."""
+        ranges = {
+            "temperature": (lambda x: x >= 0, "at least 0"),
+            "top_k": (lambda x: x >= 0, "at least 0"),
+            "top_p": (lambda x: (x > 0) & (x <= 1), "more than 0 and at most 1"),
+            "min_p": (lambda x: (x >= 0) & (x <= 1), "from 0 to 1"),
+        }
+        for name, (holds, wording) in ranges.items():
+            value = getattr(self, name)
+            if not isinstance(value, jax.core.Tracer) and not np.all(holds(np.asarray(value))):
+                raise ValueError(f"expected {name} {wording}, got {value}")
+
+    def pick(self, logits: Float[Array, "B V"], keys: KeyArray) -> Int[Array, "B"]:
+        """One token a row, each from its own key, so that a row's token does not depend on its neighbours."""
+        temperature = self._column(self.temperature, jnp.float32)
+        scaled = logits / jnp.where(temperature > 0, temperature, 1)
+        cuts = jnp.any(jnp.asarray(self.top_k) > 0) | jnp.any(jnp.asarray(self.top_p) < 1)
+        # sorting a large vocabulary takes longer than a small model's step: only where a cut needs it
+        kept = jax.lax.cond(cuts, self._cut, lambda scaled: scaled, scaled)
+        likeliest = kept.max(axis=-1, keepdims=True)
+        min_p = self._column(self.min_p, jnp.float32)
+        kept = jnp.where(kept >= likeliest + jnp.log(min_p), kept, -jnp.inf)
+        drawn = jax.vmap(jax.random.categorical)(keys, kept)
+        return jnp.where(temperature[:, 0] > 0, drawn, jnp.argmax(logits, axis=-1)).astype(jnp.int32)
+
+    def _cut(self, scaled: Float[Array, "B V"]) -> Float[Array, "B V"]:
+        """Top-k, then top-p on what is left: what is cut becomes -inf."""
+        order = jnp.argsort(scaled, axis=-1, descending=True, stable=True)
+        ranked = jnp.take_along_axis(scaled, order, axis=-1)
+        rank = jnp.arange(ranked.shape[-1])[None]
+        top_k = self._column(self.top_k, jnp.int32)
+        ranked = jnp.where((rank < top_k) | (top_k == 0), ranked, -jnp.inf)
+        probability = jax.nn.softmax(ranked, axis=-1)
+        before = jnp.cumsum(probability, axis=-1) - probability
+        top_p = self._column(self.top_p, jnp.float32)
+        keep = (before < top_p) | (rank == 0) | (top_p >= 1)  # rounding may bring a sum of all to 1 too early
+        ranked = jnp.where(keep, ranked, -jnp.inf)
+        unsort = jnp.argsort(order, axis=-1)
+        return jnp.take_along_axis(ranked, unsort, axis=-1)
+
+    @staticmethod
+    def _column(value: Array | float, dtype: typing.Any) -> Array:
+        return jnp.atleast_1d(jnp.asarray(value, dtype))[:, None]
+
+
+Sampler = Greedy | Sampling
