@@ -65,6 +65,7 @@ def batch_loss(
         config: the smoothing and z-loss of `loss_sum`.
         dropout_key: dropout is on exactly when it is given.
     """
+    batch = jax.tree.map(jnp.asarray, batch)  # from NumPy, when called outside jit
     rngs = None if dropout_key is None else {"dropout": dropout_key}
     logits: Any = model.apply({"params": params}, batch.source, batch.source_lengths, batch.target_in, rngs=rngs)
     nll = -label_log_probs(logits, batch.target_out)

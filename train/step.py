@@ -8,7 +8,6 @@ import dataclasses
 import typing
 from typing import Any
 
-import flax.linen as nn
 import flax.struct
 import jax
 import jax.numpy as jnp
@@ -17,6 +16,7 @@ import optax
 from tfm.axes import Array, Bool, Float, Int, KeyArray, Shaped
 from tfm.batch import Batch
 from tfm.nn.params import init_params
+from tfm.nn.transformer import Model
 from train.config import LossConfig, TrainConfig
 from train.loss import LossSums, batch_loss
 from train.optimizer import make_schedule
@@ -60,7 +60,7 @@ class StepMetrics:
     """False: the step was skipped."""
 
 
-def init_state(model: nn.Module, optimizer: optax.GradientTransformation, config: TrainConfig) -> TrainState:
+def init_state(model: Model, optimizer: optax.GradientTransformation, config: TrainConfig) -> TrainState:
     """A run's first state, made on the device by one jitted function.
 
     Parameters and dropout depend on `config.seed` alone; `config.dropout_bits` names the dropout key's kind.
@@ -83,9 +83,7 @@ def init_state(model: nn.Module, optimizer: optax.GradientTransformation, config
     return jax.jit(init)(jax.random.key(config.seed, impl="threefry2x32"), dropout_key)
 
 
-def make_train_step(
-    model: nn.Module, optimizer: optax.GradientTransformation, config: TrainConfig
-) -> jax.stages.Wrapped:
+def make_train_step(model: Model, optimizer: optax.GradientTransformation, config: TrainConfig) -> jax.stages.Wrapped:
     """The jitted function (state, batch) → (state, `StepMetrics`). The given state is donated: it is gone afterwards.
 
     With `accumulation_steps` = A, the rows are cut into A slices, one after the other in memory; gradients and losses
@@ -165,7 +163,7 @@ def make_train_step(
     return jax.jit(train_step, donate_argnames="state")
 
 
-def make_eval_step(model: nn.Module) -> jax.stages.Wrapped:
+def make_eval_step(model: Model) -> jax.stages.Wrapped:
     """The jitted function (params, batch) → `LossSums`, without dropout, smoothing and z-loss: both sums are the nll's.
 
     Sums of several batches are added and divided once.
