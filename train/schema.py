@@ -10,6 +10,7 @@ import difflib
 import inspect
 import itertools
 import math
+import textwrap
 import types
 import typing
 from collections.abc import Iterable, Iterator, Mapping
@@ -135,7 +136,7 @@ def leaf_types(cls: Any, prefix: str = "") -> dict[str, Any]:
 
 def field_docs(cls: type) -> dict[str, str]:
     """What each field of `cls` means: the text that stands below it in the source, empty where none does."""
-    body = typing.cast(ast.ClassDef, ast.parse(inspect.cleandoc(inspect.getsource(cls))).body[0]).body
+    body = typing.cast(ast.ClassDef, ast.parse(textwrap.dedent(inspect.getsource(cls))).body[0]).body
     docs = {field.name: "" for field in dataclasses.fields(cls)}
     for statement, following in itertools.pairwise(body):
         match statement, following:
