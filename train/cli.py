@@ -1,0 +1,335 @@
+"""The command line: what was asked for, and how it ends.
+
+This file reads arguments and turns mistakes into one line and an exit status; `train.commands` does the work. JAX is
+imported after the arguments are understood, so that help and mistakes answer at once.
+
+Exit status: 0 done · 2 a mistake of the caller's, named in one line on stderr · 130 stopped by Ctrl-C · 141 nobody
+reads the output any more · 143 stopped by SIGTERM. With TFM_TRACEBACK=1 a mistake shows its traceback, too.
+"""
+
+import argparse
+import contextlib
+import dataclasses
+import io
+import os
+import re
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+from train import schema
+from train.config import (
+    FROM_TOKENIZERS,
+    TrainConfig,
+    from_json,
+    from_tokenizers,
+    load_recipe,
+    recipe_names,
+    with_preset,
+)
+
+_USAGE = """\
+usage: tfm COMMAND …
+
+  train      train a model from a recipe, or go on with a run
+  evaluate   measure a trained model on held-out pairs
+  generate   answer texts: arguments, a file, or standard input
+  info       what a run or a model is: settings, parameters, cache, metrics so far
+  init       write a commented recipe to start from
+
+tfm COMMAND --help says what each takes. Results go to standard output, all else to standard error.
+"""
+
+class UsageError(ValueError):
+    """Arguments that cannot be understood."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs `tfm` with these arguments (`None`: the process's own) and returns the exit status."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    try:
+        status = _dispatch(arguments)
+        sys.stdout.flush()
+        return status
+    except SystemExit as exit:  # --help
+        return exit.code if isinstance(exit.code, int) else 0
+    except BrokenPipeError:
+        # What is left in the buffer has no reader either; without this Python would complain while it exits.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+    except KeyboardInterrupt:
+        print("tfm: stopped", file=sys.stderr)
+        return 130
+    except (ValueError, OSError) as error:
+        if os.environ.get("TFM_TRACEBACK"):
+            raise
+        print(f"tfm: error: {_one_line(error)}", file=sys.stderr)
+        return 2
+
+
+def _one_line(error: Exception) -> str:
+    if isinstance(error, OSError) and error.filename is not None and error.strerror:
+        return f"{error.filename}: {error.strerror}"
+    return " ".join(str(error).split()) or type(error).__name__
+
+
+def _dispatch(arguments: list[str]) -> int:
+    commands: dict[str, Callable[[list[str]], int]] = {
+        "train": _train, "evaluate": _evaluate, "generate": _generate, "info": _info, "init": _init,
+    }  # fmt: skip
+    match arguments:
+        case []:
+            print(_USAGE, end="", file=sys.stderr)
+            return 2
+        case ["-h" | "--help", *_]:
+            print(_USAGE, end="")
+            return 0
+        case ["--version"]:
+            import importlib.metadata
+
+            print(f"tfm {importlib.metadata.version('tfm-jax')}")
+            return 0
+        case [command, *rest] if command in commands:
+            return commands[command](rest)
+    near = schema.nearest(arguments[0], commands)
+    raise UsageError(f"no command {arguments[0]!r}; the nearest is {near!r} of {', '.join(commands)}")
+
+
+class _Parser(argparse.ArgumentParser):
+    """argparse whose mistakes are exceptions, and which names the nearest option for one that it does not have."""
+
+    def __init__(self, command: str, **settings: Any) -> None:
+        super().__init__(
+            prog=f"tfm {command}", allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter, **settings
+        )
+
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(f"{message}; see {self.prog} --help")
+
+    def parse(self, arguments: list[str]) -> argparse.Namespace:
+        parsed, unknown = self.parse_known_intermixed_args(arguments)
+        if unknown:
+            options = [option for action in self._actions for option in action.option_strings]
+            given = unknown[0].partition("=")[0]
+            self.error(f"unknown option {given!r}; the nearest known one is {schema.nearest(given, options)!r}")
+        return parsed
+
+
+# --- train
+
+
+def _train(arguments: list[str]) -> int:
+    parser = _Parser(
+        "train",
+        usage="tfm train RECIPE-OR-FILE [--run DIR] [--dry-run] [--json] [--section.key value …]\n"
+        "       tfm train --run DIR    (goes on with the run that is there)",
+        description="Trains a model, or goes on with a run that was stopped.\n\n"
+        f"RECIPE-OR-FILE is one of {', '.join(recipe_names())}, or a TOML file as tfm init writes it.\n"
+        "Every setting of it can be changed: --steps 500 --optimizer.learning_rate 3e-4 --model.preset small\n"
+        "--model.gated --data.train train.en train.de; tfm train RECIPE-OR-FILE --help lists them all.",
+        add_help=False,
+    )
+    parser.add_argument("-h", "--help", action="store_true", help="this, or with RECIPE-OR-FILE all of its settings")
+    parser.add_argument("--run", type=Path, metavar="DIR", help="the run's folder (default: runs/NAME-OF-RECIPE)")
+    parser.add_argument("--dry-run", action="store_true", help="read, tokenize, say shapes and memory; train nothing")
+    parser.add_argument("--json", action="store_true", help="the result as one JSON object")
+    parsed, overrides = parser.parse_known_args(arguments)
+    recipe = overrides.pop(0) if overrides and not overrides[0].startswith("-") else None
+    if parsed.help and recipe is None:
+        parser.print_help()
+        return 0
+    saved = None if parsed.run is None else parsed.run / "config.json"
+    if recipe is not None:
+        config = load_recipe(recipe)
+        run_dir = parsed.run or Path("runs") / Path(recipe).stem
+    elif saved is not None and saved.is_file():
+        config, run_dir = _read_run_config(saved), parsed.run
+    elif parsed.run is not None:
+        raise UsageError(f"no run in {parsed.run} to go on with: give a recipe, one of {', '.join(recipe_names())}")
+    else:
+        parser.error("expected a recipe or a TOML file, or --run DIR with a run in it")
+    config = apply_overrides(config, overrides + ["--help"] * parsed.help, prog=f"tfm train {recipe or '--run DIR'}")
+    _check_data_is_named(config, recipe or str(run_dir))
+
+    from train import commands
+
+    if parsed.dry_run:
+        return commands.dry_run(config, as_json=parsed.json)
+    return commands.train(config, run_dir, as_json=parsed.json)
+
+
+def _read_run_config(path: Path) -> TrainConfig:
+    try:
+        return from_json(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
+
+
+def _check_data_is_named(config: TrainConfig, recipe: str) -> None:
+    """Recipes have no path of their own: says what to give, before anything slow is imported."""
+    if config.data.task == "files" and not config.data.train:
+        fields = f"{config.data.source_field!r} and {config.data.target_field!r}"
+        what, example = {
+            "tsv": ("one file of source<TAB>target lines", "pairs.tsv"),
+            "jsonl": (f"one JSONL file with the fields {fields}", "train.jsonl"),
+        }.get(config.data.format, ("two files whose lines are pairs, or one TSV or JSONL file", "train.en train.de"))
+        raise UsageError(f"{recipe} needs data: {what}, plain or .gz, as in: tfm train {recipe} --data.train {example}")
+
+
+def apply_overrides(config: TrainConfig, overrides: Sequence[str], *, prog: str = "tfm train") -> TrainConfig:
+    """`config` with settings changed as on the command line: `["--steps", "3", "--model.gated"]`.
+
+    `--model.preset NAME` takes the sizes of a preset; other model settings given beside it win.
+
+    Raises:
+        ValueError: an unknown key, named with the nearest known one, or values that cannot be.
+        SystemExit: for `--help`, after it was printed.
+    """
+    import tyro
+
+    remaining, preset = _take_preset(overrides)
+    types = schema.leaf_types(TrainConfig)
+    negations = {_negated(key): key for key, annotation in types.items() if annotation is bool}
+    for option in remaining:
+        key = option.removeprefix("--").partition("=")[0].replace("-", "_")
+        if option.startswith("--") and key not in ("help", *types, *negations):
+            raise UsageError(schema.unknown_key(f"--{key}", [f"--{known}" for known in (*types, *negations)]))
+        if key in FROM_TOKENIZERS and option.startswith("--"):
+            raise UsageError(from_tokenizers(key))
+    if preset is not None:
+        sizes = schema.encode(config.model) | with_preset({"preset": preset})
+        config = dataclasses.replace(config, model=schema.decode(type(config.model), sizes))
+    boxed = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(boxed):
+            return tyro.cli(
+                TrainConfig, prog=prog, args=remaining, default=config, use_underscores=True, description=""
+            )
+    except SystemExit as exit:
+        if exit.code in (0, None):
+            raise
+        raise UsageError(_unboxed(boxed.getvalue())) from None
+
+
+def _take_preset(overrides: Sequence[str]) -> tuple[list[str], str | None]:
+    """Takes `--model.preset NAME` out of the overrides: it stands for several settings and is none itself."""
+    remaining, preset, words = [], None, iter(overrides)
+    for word in words:
+        option, equals, value = word.partition("=")
+        if option == "--model.preset":
+            preset = value if equals else next(words, "")
+        else:
+            remaining.append(word)
+    return remaining, preset
+
+
+def _negated(key: str) -> str:
+    section, dot, leaf = key.rpartition(".")
+    return f"{section}{dot}no_{leaf}"
+
+
+def _unboxed(text: str) -> str:
+    """The first paragraph of an error that tyro has drawn a box around."""
+    lines = [line.strip("│╭╮╰╯ ") for line in text.splitlines()[1:]]
+    paragraph = []
+    for line in lines:
+        if not line.strip("─"):
+            break
+        paragraph.append(line)
+    # A section that refuses its values says all that tyro would say of it.
+    return re.sub(r"^Error parsing (?!--)\w+: ", "", " ".join(paragraph)) or " ".join(text.split())
+
+
+# --- the other commands
+
+
+def _evaluate(arguments: list[str]) -> int:
+    parser = _Parser("evaluate", description="Measures a trained model on pairs that it was not trained on.")
+    parser.add_argument("run", type=Path, metavar="RUN", help="a run's folder (its best model is taken) or a model's")
+    parser.add_argument(
+        "--split", nargs="+", default=["test"], metavar="SPLIT",
+        help="test (the default) or validation, as the run has them, or files: two line-aligned ones, a TSV or a JSONL",
+    )  # fmt: skip
+    parser.add_argument(
+        "--metrics", nargs="+", metavar="METRIC",
+        help="of loss, exact-match, wer, ter, bleu, chrf, rouge1, rouge2, rougeL (default: the run's own metric)",
+    )  # fmt: skip
+    parser.add_argument("--max-tokens", type=int, metavar="N", help="limit of generated tokens (default: the run's)")
+    parser.add_argument("--source-field", metavar="KEY", help="JSONL key of the source (default: the run's)")
+    parser.add_argument("--target-field", metavar="KEY", help="JSONL key of the target (default: the run's)")
+    parser.add_argument("--json", action="store_true", help="the result as one JSON object")
+    parsed = parser.parse(arguments)
+
+    from train import commands
+
+    return commands.evaluate(parsed)
+
+
+def _generate(arguments: list[str]) -> int:
+    parser = _Parser(
+        "generate",
+        description="Answers texts, one line a line, in their order; an empty line gets an empty line.\n\n"
+        "Without texts and --input, standard input is read, and answered while it comes. Without sampling options\n"
+        "decoding is greedy: the likeliest token at each step.",
+    )
+    parser.add_argument("run", type=Path, metavar="RUN", help="a run's folder (its best model is taken) or a model's")
+    parser.add_argument("texts", nargs="*", default=[], metavar="TEXT")
+    parser.add_argument("--input", type=Path, metavar="FILE", help="a text a line, UTF-8, plain or .gz")
+    parser.add_argument("--max-tokens", type=int, metavar="N", help="the most tokens of an answer")
+    parser.add_argument("--temperature", type=float, metavar="X", help="sample: 1 as the model says, less is sharper")
+    parser.add_argument("--top-k", type=int, metavar="K", help="sample from the K likeliest tokens")
+    parser.add_argument("--top-p", type=float, metavar="P", help="sample from the likeliest that together have P")
+    parser.add_argument("--min-p", type=float, metavar="P", help="sample from tokens at least P times the likeliest")
+    parser.add_argument("--seed", type=int, metavar="N", help="of sampling (default: 0)")
+    shown = parser.add_mutually_exclusive_group()
+    shown.add_argument("--scores", action="store_true", help="a tab and the answer's log-probability behind each line")
+    shown.add_argument("--table", action="store_true", help="text, answer and score as a table")
+    shown.add_argument("--json", action="store_true", help="a JSON object a line")
+    parsed = parser.parse(arguments)
+    if parsed.texts and parsed.input:
+        parser.error("expected texts or --input, not both")
+    sampling = [parsed.temperature, parsed.top_k, parsed.top_p, parsed.min_p]
+    if parsed.seed is not None and all(option is None for option in sampling):
+        parser.error("--seed without --temperature, --top-k, --top-p or --min-p: greedy decoding draws nothing")
+
+    from train import commands
+
+    return commands.generate(parsed)
+
+
+def _info(arguments: list[str]) -> int:
+    parser = _Parser("info", description="Says what a run or a model is: settings, parameters, cache, metrics so far.")
+    parser.add_argument("run", type=Path, metavar="RUN", help="a run's or a model's folder")
+    parser.add_argument("--batch", type=int, default=1, metavar="B", help="rows of the cache (default: 1)")
+    parser.add_argument("--source-length", type=int, metavar="S", help="source tokens (default: the most it accepts)")
+    parser.add_argument("--length", type=int, metavar="C", help="target tokens (default: the most it accepts)")
+    parser.add_argument("--json", action="store_true", help="as one JSON object")
+    parsed = parser.parse(arguments)
+
+    from train import commands
+
+    return commands.info(parsed)
+
+
+def _init(arguments: list[str]) -> int:
+    parser = _Parser("init", description="Writes a recipe with every setting, its default and what it means.")
+    parser.add_argument("file", nargs="?", default="recipe.toml", help="default: recipe.toml; -: standard output")
+    parsed = parser.parse(arguments)
+
+    from train.template import template
+
+    if parsed.file == "-":
+        print(template(), end="")
+        return 0
+    try:
+        with Path(parsed.file).open("x", encoding="utf-8") as file:
+            file.write(template())
+    except FileExistsError:
+        raise UsageError(f"{parsed.file} exists already and was left as it is; give another name") from None
+    print(f"{parsed.file}: fill in data.train, then: tfm train {parsed.file}", file=sys.stderr)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
