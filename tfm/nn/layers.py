@@ -49,35 +49,42 @@ def stream_dtype(dtype: Dtype) -> Dtype:
     return "float32" if jax.default_backend() == "cpu" else dtype
 
 
-def project(x: Float[Array, "*B I"], weight: Float[Array, "O I"], dtype: Dtype) -> Float[Array, "*B O"]:
-    """x Wᵀ with the operands in `dtype`, accumulated in float32, returned in float32."""
-    if dtype == "float32":
-        return jnp.einsum("...i,oi->...o", x, weight, preferred_element_type=jnp.float32)
-    return _low_precision_project(x, weight, dtype)
-
-
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
-def _low_precision_project(x: Array, weight: Array, dtype: Dtype) -> Array:
-    return _low_precision_project_fwd(x, weight, dtype)[0]
+def project(x: Float[Array, "*B I"], weight: Float[Array, "O I"], dtype: Dtype) -> Float[Array, "*B O"]:
+    """Multiplies x by the transposed weight with the operands in `dtype`, accumulated and returned in float32.
+
+    The gradient is written out for two reasons. JAX's own would multiply the float32 gradient by upcast operands, so
+    that low precision would serve a third of the work; and on a CPU the weight's gradient is made by transposing one
+    of its two factors in memory, which had better be the narrower.
+    """
+    return _project_fwd(x, weight, dtype)[0]
 
 
-def _low_precision_project_fwd(x: Array, weight: Array, dtype: Dtype) -> tuple[Array, tuple]:
+def _project_fwd(x: Array, weight: Array, dtype: Dtype) -> tuple[Array, tuple[Array, ...]]:
     x_low, weight_low = x.astype(dtype), weight.astype(dtype)
     y = jnp.einsum("...i,oi->...o", x_low, weight_low, preferred_element_type=jnp.float32)
     # empty arrays carry the inputs' dtypes, which the gradients must have
     return y, (x_low, weight_low, jnp.zeros(0, x.dtype), jnp.zeros(0, weight.dtype))
 
 
-def _low_precision_project_bwd(dtype: Dtype, saved: tuple, gradient: Array) -> tuple[Array, Array]:
-    """The transposed products in `dtype` too: JAX's own rule would multiply the float32 gradient by upcast operands."""
+def _project_bwd(dtype: Dtype, saved: tuple[Array, ...], gradient: Array) -> tuple[Array, Array]:
     x, weight, x_like, weight_like = saved
     gradient = gradient.astype(dtype)
     x_gradient = jnp.einsum("...o,oi->...i", gradient, weight, preferred_element_type=jnp.float32)
-    weight_gradient = jnp.einsum("...o,...i->oi", gradient, x, preferred_element_type=jnp.float32)
+    rows, gradient_rows = x.reshape(-1, x.shape[-1]), gradient.reshape(-1, gradient.shape[-1])
+    if weight.shape[0] > weight.shape[1]:
+        weight_gradient = _sum_of_outer_products(rows, gradient_rows).T
+    else:
+        weight_gradient = _sum_of_outer_products(gradient_rows, rows)
     return x_gradient.astype(x_like.dtype), weight_gradient.astype(weight_like.dtype)
 
 
-_low_precision_project.defvjp(_low_precision_project_fwd, _low_precision_project_bwd)
+def _sum_of_outer_products(left: Array, right: Array) -> Array:
+    """The transposed left times the right: [rows, m] and [rows, n] give [m, n]."""
+    return jax.lax.dot_general(left, right, (((0,), (0,)), ((), ())), preferred_element_type=jnp.float32)
+
+
+project.defvjp(_project_fwd, _project_bwd)
 
 
 class Linear(nn.Module):

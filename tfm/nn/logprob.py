@@ -2,14 +2,15 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from tfm.axes import Array, Float, Int
 
 
 def label_log_probs(logits: Float[Array, "*B V"], labels: Int[Array, "*B"]) -> Float[Array, "*B"]:
-    """log softmax(logits)[label], in float32, without writing the whole softmax."""
-    logits = logits.astype(jnp.float32)
-    return _label_logits(logits, labels) - jax.nn.logsumexp(logits, axis=-1)
+    """The log of softmax(logits)[label], in float32, without writing the whole softmax."""
+    log_z, label_logits, _ = _summarise(logits, labels)
+    return label_logits - log_z
 
 
 def smoothed_cross_entropy(
@@ -31,17 +32,39 @@ def smoothed_cross_entropy(
         label_smoothing: ε, from 0 to less than 1.
         z_loss: weight of (log Z)².
     """
-    logits = logits.astype(jnp.float32)
-    log_z = jax.nn.logsumexp(logits, axis=-1)
-    loss = log_z - (1 - label_smoothing) * _label_logits(logits, labels)
+    log_z, label_logits, mean_logits = _summarise(logits, labels)
+    loss = log_z - (1 - label_smoothing) * label_logits
     if label_smoothing:
-        loss -= label_smoothing * logits.mean(axis=-1)
+        loss -= label_smoothing * mean_logits
     if z_loss:
         loss += z_loss * log_z**2
     return loss
 
 
-def _label_logits(logits: Float[Array, "*B V"], labels: Int[Array, "*B"]) -> Float[Array, "*B"]:
-    """logits[label]. A masked sum, because the gradient of a gather is a scatter, which is slow and shards badly."""
-    is_label = jnp.arange(logits.shape[-1]) == labels[..., None]
-    return jnp.where(is_label, logits, 0).sum(axis=-1)
+@jax.custom_vjp
+def _summarise(logits: Array, labels: Array) -> tuple[Array, Array, Array]:
+    """log Z, the label's logit and the mean logit of each position: all that a loss needs of V numbers.
+
+    Its gradient is written out, because it is then one pass over the logits: JAX's own scatters into a second array of
+    their size for the label, and adds.
+    """
+    return _summarise_fwd(logits, labels)[0]
+
+
+def _summarise_fwd(logits: Array, labels: Array) -> tuple[tuple[Array, Array, Array], tuple[Array, ...]]:
+    logits32 = logits.astype(jnp.float32)
+    log_z = jax.nn.logsumexp(logits32, axis=-1)
+    label_logits = jnp.take_along_axis(logits32, labels[..., None], axis=-1)[..., 0]
+    return (log_z, label_logits, logits32.mean(axis=-1)), (logits, labels, log_z)
+
+
+def _summarise_bwd(saved: tuple[Array, ...], gradients: tuple[Array, Array, Array]) -> tuple[Array, np.ndarray]:
+    logits, labels, log_z = saved
+    by_log_z, by_label, by_mean = (gradient[..., None] for gradient in gradients)
+    softmax = jnp.exp(logits.astype(jnp.float32) - log_z[..., None])
+    is_label = jax.lax.broadcasted_iota(labels.dtype, logits.shape, logits.ndim - 1) == labels[..., None]
+    gradient = by_log_z * softmax + by_mean / logits.shape[-1] + jnp.where(is_label, by_label, 0)
+    return gradient.astype(logits.dtype), np.zeros(labels.shape, jax.dtypes.float0)
+
+
+_summarise.defvjp(_summarise_fwd, _summarise_bwd)
