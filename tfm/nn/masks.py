@@ -15,7 +15,7 @@ def padding_mask(lengths: Int[Array, "B"], length: int) -> Bool[Array, "B 1 M"]:
         >>> padding_mask(jnp.array([2, 3]), 3).astype(int).tolist()
         [[[1, 1, 0]], [[1, 1, 1]]]
     """
-    return (jnp.arange(length) < lengths[:, None])[:, None, :]
+    return (jnp.arange(length)[None] < lengths[:, None])[:, None, :]
 
 
 def causal_mask(query_positions: Int[Array, "*B Q"], length: int) -> Bool[Array, "*B Q M"]:
@@ -28,7 +28,8 @@ def causal_mask(query_positions: Int[Array, "*B Q"], length: int) -> Bool[Array,
         >>> causal_mask(jnp.array([[1], [2]]), 4).astype(int).tolist()   # a decode step of two rows
         [[[1, 1, 0, 0]], [[1, 1, 1, 0]]]
     """
-    return jnp.arange(length) <= query_positions[..., None]
+    keys_at = jnp.arange(length).reshape((1,) * query_positions.ndim + (length,))
+    return keys_at <= query_positions[..., None]
 
 
 @typing.no_type_check  # a pytree is also built from shapes, specs and other non-arrays

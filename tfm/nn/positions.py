@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from tfm.axes import Array, Float, Int
 
 
-def sinusoidal(positions: Int[Array, "*B T"], dim: int, *, halves: bool = False) -> Float[Array, "*B T D"]:
+def sinusoidal(positions: Int[Array, "*B T"], dim: int, *, halves: bool = False) -> Float[Array, "*B T {dim}"]:
     """Sinusoidal encodings (Vaswani et al. 2017, section 3.5), in float32.
 
     Entry 2i is sin(position / 10000^(2i / D)) and entry 2i + 1 the cosine of the same angle. With `halves`, as in
@@ -54,7 +54,7 @@ def rotate(
     return jnp.stack(rotated, axis=-1).reshape(x.shape).astype(x.dtype)
 
 
-def _angles(positions: Int[Array, "*B T"], dim: int, *, base: float) -> Float[Array, "*B T D/2"]:
+def _angles(positions: Int[Array, "*B T"], dim: int, *, base: float) -> Float[Array, "*B T {dim//2}"]:
     """position · base^(-2i / dim) for i = 0 … dim/2 - 1."""
     frequencies = jnp.exp(jnp.arange(0, dim, 2, dtype=jnp.float32) * (-math.log(base) / dim))
     return positions[..., None].astype(jnp.float32) * frequencies.reshape((1,) * positions.ndim + (-1,))

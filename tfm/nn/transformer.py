@@ -146,7 +146,7 @@ class Stack(nn.Module):
         config = self.config
         if config.positions not in ("t5-bias", "alibi"):
             return None
-        offsets = jnp.arange(num_keys) - queries_at[..., None]
+        offsets = jnp.arange(num_keys)[None, None] - queries_at[..., None]
         if config.positions == "alibi":
             return positions.alibi_bias(offsets, config.num_heads)
         bucket = positions.relative_bucket(
@@ -365,7 +365,7 @@ class DecoderOnly(LanguageHead):
         """The logits after every token of `target_in`, each seeing its row's source and the target so far."""
         self._check(source.shape[1], target_in.shape[1])
         x, _ = self._run(join(source, source_lengths, target_in))
-        at_target = source_lengths[:, None] + jnp.arange(target_in.shape[1])
+        at_target = source_lengths[:, None] + jnp.arange(target_in.shape[1])[None]
         return self.logits(jnp.take_along_axis(x, at_target[..., None], axis=1))
 
     def prefill(
