@@ -27,7 +27,7 @@ import safetensors
 import safetensors.numpy
 
 from tfm.config import ModelConfig
-from tfm.nn.params import param_shapes
+from tfm.nn.params import Params, param_shapes
 from tfm.tokenizer import Tokenizer
 
 FORMAT_VERSION = 1
@@ -37,9 +37,6 @@ _CONFIG, _PARAMS = "config.json", "model.safetensors"
 _SOURCE_TOKENIZER, _TARGET_TOKENIZER = "source_tokenizer.json", "target_tokenizer.json"
 _FILES = (_PARAMS, _SOURCE_TOKENIZER, _TARGET_TOKENIZER, _CONFIG)
 _DTYPES = ("float32", "bfloat16")
-
-Params = Mapping[str, Any]
-"""Parameters: a tree of mappings with arrays as leaves."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -229,7 +226,7 @@ def _expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     return {name: leaf.shape for name, leaf in _flatten(param_shapes(config))}
 
 
-def _flatten(params: Params, prefix: str = "") -> Iterator[tuple[str, Any]]:
+def _flatten(params: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Yields ("decoder.layer_0.norm.scale", array) pairs; a "." separates, so no key may have one."""
     for key, value in params.items():
         if isinstance(value, Mapping):
@@ -238,8 +235,8 @@ def _flatten(params: Params, prefix: str = "") -> Iterator[tuple[str, Any]]:
             yield prefix + key, value
 
 
-def _unflatten(arrays: Mapping[str, np.ndarray]) -> dict[str, Any]:
-    params: dict[str, Any] = {}
+def _unflatten(arrays: Mapping[str, np.ndarray]) -> Params:
+    params: Params = {}
     for name, array in arrays.items():
         *parents, last = name.split(".")
         node = params
