@@ -9,7 +9,7 @@ import dataclasses
 import hashlib
 import importlib.metadata
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -53,9 +53,9 @@ class Examples:
             answers.setdefault(source, {})[target] = None
         return Examples(list(answers), [list(targets) for targets in answers.values()])
 
-    def where(self, mask: Iterable[bool]) -> "Examples":
+    def where(self, mask: Bool[np.ndarray, "rows"]) -> "Examples":
         """The rows where `mask` is true."""
-        rows = np.flatnonzero(np.fromiter(mask, bool)).tolist()
+        rows = np.flatnonzero(mask).tolist()
         return Examples([self.sources[row] for row in rows], [self.references[row] for row in rows])
 
 
