@@ -12,7 +12,7 @@ import logging
 import os
 import time
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +39,8 @@ class Progress:
     best_step: int | None = None
     validations_since_best: int = 0
     """What patience is measured against."""
+    metrics: dict[str, float] = dataclasses.field(default_factory=dict)
+    """Of the last validation."""
     seconds: float = 0.0
     """Time spent training, over all sessions that led here."""
     window: dict[str, float] = dataclasses.field(default_factory=dict)
@@ -83,6 +85,7 @@ class Checkpoints:
         folder: holds one folder a checkpoint, named by its step.
         config: how many are kept.
         wait_limit_s: no wait for a save in the background is longer than this.
+        warn: is told of damage that was got round.
 
     Example:
         >>> with tempfile.TemporaryDirectory() as folder, Checkpoints(folder, CheckpointConfig(keep=2)) as checkpoints:
@@ -92,8 +95,16 @@ class Checkpoints:
         (10, [1.0, 1.0, 1.0], {'epoch': 1})
     """
 
-    def __init__(self, folder: str | Path, config: CheckpointConfig, *, wait_limit_s: float = 600.0) -> None:
+    def __init__(
+        self,
+        folder: str | Path,
+        config: CheckpointConfig,
+        *,
+        wait_limit_s: float = 600.0,
+        warn: Callable[[str], object] = _LOGGER.warning,
+    ) -> None:
         self.folder = Path(folder).absolute()
+        self._warn = warn
         self._wait_limit_s = wait_limit_s
         self._saving: int | None = None
         self._preserved = _LastAndBest(config.keep)
@@ -172,8 +183,8 @@ class Checkpoints:
             except DamagedCheckpointError as error:
                 damaged.append((step, error))
                 continue
-            for bad_step, error in damaged:
-                self._set_aside(bad_step, error, instead=step)
+            for damaged_step, reason in damaged:
+                self._set_aside(damaged_step, reason, instead=step)
             self._preserved.best_step = restored.progress.best_step
             return restored
         if damaged:
@@ -183,6 +194,17 @@ class Checkpoints:
                 f"{damaged[0][1]}"
             )
         return None
+
+    def latest_progress(self) -> tuple[int, Progress] | None:
+        """Step and progress of the newest checkpoint, read in no time; `None` where there is none or it is damaged."""
+        self.wait()
+        if not self.steps:
+            return None
+        try:
+            with _damage_is_named(self.folder / str(self.steps[-1])):
+                return self.steps[-1], Progress(**self._read_about(self.steps[-1])["progress"])
+        except DamagedCheckpointError:
+            return None
 
     def restore_best(self, template: Any) -> Restored:
         """The checkpoint with the best validation metric. See `restore_latest` for `template`.
@@ -259,15 +281,13 @@ class Checkpoints:
                 file.flush()
                 os.fsync(file.fileno())
 
-    def _set_aside(self, step: int, error: Exception, *, instead: int) -> None:
+    def _set_aside(self, step: int, reason: Exception, *, instead: int) -> None:
         """Moves a damaged checkpoint out of orbax's sight, so that its step can be saved again."""
         target = self.folder.parent / _DAMAGED / f"{step}-{time.strftime('%Y%m%d-%H%M%S')}"
         target.parent.mkdir(exist_ok=True)
         (self.folder / str(step)).rename(target)
         self._manager.reload()
-        _LOGGER.warning(
-            "%s. It was moved to %s, and the run goes on from the checkpoint of step %d", error, target, instead
-        )
+        self._warn(f"{reason}. It was moved to {target}, and the run goes on from the checkpoint of step {instead}")
 
 
 @contextlib.contextmanager

@@ -1,0 +1,80 @@
+"""From the description of a run to what its loop needs: tokenizers, batches, held-out pairs. Trains nothing."""
+
+import dataclasses
+
+import numpy as np
+
+from tfm.tokenizer import Tokenizer
+from train.config import TrainConfig
+from train.data import (
+    EvalBatches,
+    TrainBatches,
+    build_tokenizers,
+    encode_examples,
+    eval_batches,
+    load_splits,
+    train_batches,
+)
+from train.tasks import Examples
+
+
+@dataclasses.dataclass(frozen=True)
+class Prepared:
+    """All that a run is made of, besides parameters."""
+
+    config: TrainConfig
+    """With the vocabulary sizes and special ids of the tokenizers."""
+    source_tokenizer: Tokenizer
+    target_tokenizer: Tokenizer
+    train: TrainBatches
+    validation: EvalBatches | None
+    """`None`: there are no held-out pairs, or nothing is validated."""
+    examples: Examples
+    """Held-out sources that text can be generated for, one row a source."""
+    notes: tuple[str, ...]
+    """What became of the pairs, and the table of shapes: to be shown line by line."""
+
+
+def prepare(config: TrainConfig, tokenizers: tuple[Tokenizer, Tokenizer] | None = None) -> Prepared:
+    """Reads the data, makes or takes the tokenizers, and plans the batches.
+
+    Args:
+        config: the run.
+        tokenizers: of source and target, where the run has them already. `None`: loaded or trained as `config` says.
+
+    Raises:
+        ValueError: see `load_splits`, `build_tokenizers`, `train_batches`; and held-out pairs of which none fits.
+    """
+    wanted = ("train", "validation") if config.validation.every_steps else ("train",)
+    splits = load_splits(config.data, wanted)
+    source, target = build_tokenizers(config.tokenizer, splits.train) if tokenizers is None else tokenizers
+    config = with_tokenizers(config, source, target)
+    limits = (config.data.max_source_tokens, config.data.max_target_tokens)
+    encoded, report = encode_examples(splits.train, source, target, *limits)
+    batches = train_batches(encoded, config.model, config.batch, seed=config.seed)
+    notes = [f"training: {report}", *batches.describe()]
+
+    validation, examples = None, Examples([], [])
+    if config.validation.every_steps and len(splits.validation):
+        held_out, report = encode_examples(splits.validation, source, target, *limits)
+        if not len(held_out):
+            raise ValueError(f"expected held-out pairs that can be used, got: {report}")
+        validation = eval_batches(held_out, config.model, config.batch)
+        lengths = np.array([len(ids) + 1 for ids in source.encode_batch(splits.validation.sources)])
+        examples = splits.validation.where((lengths > 1) & (lengths <= limits[0]))
+        notes.append(f"validation: {report}; {len(examples):,} of {len(splits.validation):,} sources to answer")
+    elif config.validation.every_steps:
+        notes.append("validation: no held-out pairs, so nothing is validated; see data.validation_share")
+    return Prepared(config, source, target, batches, validation, examples, tuple(notes))
+
+
+def with_tokenizers(config: TrainConfig, source: Tokenizer, target: Tokenizer) -> TrainConfig:
+    """The config with the model's vocabulary sizes and special ids taken from the tokenizers."""
+    model = config.model.replace(
+        source_vocab_size=source.vocab_size,
+        target_vocab_size=target.vocab_size,
+        pad_id=target.pad_id,
+        start_id=target.start_id,
+        end_id=target.end_id,
+    )
+    return dataclasses.replace(config, model=model)

@@ -1,0 +1,188 @@
+"""What a run shows and records: a progress bar or plain lines, `metrics.jsonl`, and TensorBoard.
+
+`metrics.jsonl` is the record; TensorBoard is written from its rows. So both can be cut back to a checkpoint: when a
+run is resumed, rows of later steps are dropped, for they will come again.
+"""
+
+import json
+import math
+import os
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import rich.console
+import rich.progress
+import tensorboardX
+
+from train.run_folder import write_atomically
+
+Row = Mapping[str, Any]
+"""One line of `metrics.jsonl`: `step`, `split` ("train" or "validation"), `seconds` of training so far, and numbers by
+name. A validation row may have `samples`, each with `source`, `hypothesis` and `references`."""
+
+_SHOWN = {
+    "loss": "loss {:.4f}",
+    "perplexity": "perplexity {:.4g}",
+    "learning_rate": "learning rate {:.2e}",
+    "tokens_per_second": "{:,.0f} tokens/s",
+    "padding_share": "padding {:.1%}",
+}
+_NOT_METRICS = ("step", "split", "seconds", "samples")
+
+
+class Reporter:
+    """Tells the user how a run goes, and keeps the record.
+
+    Args:
+        console: where to; a bar is drawn where it is a terminal, lines are printed elsewhere. `None`: standard error.
+    """
+
+    def __init__(self, console: rich.console.Console | None = None) -> None:
+        self._console = rich.console.Console(stderr=True) if console is None else console
+        self._bar: rich.progress.Progress | None = None
+        self._metrics: Any = None
+        self._board: tensorboardX.SummaryWriter | None = None
+        self._board_origin = 0.0
+        self._total_steps = 0
+        self._first_row: tuple[int, float] | None = None
+
+    def message(self, text: str) -> None:
+        """Shows a line, as it is."""
+        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+    def warn(self, text: str) -> None:
+        """Shows a line that should not be missed."""
+        self._console.print(f"WARNING: {text}", style="bold yellow", markup=False, highlight=False, soft_wrap=True)
+
+    def start(self, run_dir: Path, *, step: int, total_steps: int) -> None:
+        """Opens the records of a run that has made `step` steps, without any rows of later steps."""
+        self._total_steps = total_steps
+        rows = cut_back(run_dir / "metrics.jsonl", step)
+        self._metrics = (run_dir / "metrics.jsonl").open("ab", buffering=0)
+        seconds = max((row.get("seconds", 0.0) for row in rows), default=0.0)
+        self._board_origin = time.time() - seconds
+        for file in (run_dir / "tensorboard").glob("events.out.tfevents.*"):
+            file.unlink()
+        self._board = tensorboardX.SummaryWriter(str(run_dir / "tensorboard"), flush_secs=10)
+        for row in rows:
+            self._write_board(row)
+        if self._console.is_terminal:
+            self._bar = rich.progress.Progress(
+                rich.progress.TextColumn("step {task.completed:,}/{task.total:,}"),
+                rich.progress.BarColumn(),
+                rich.progress.TextColumn("{task.fields[status]}", markup=False),
+                rich.progress.TimeRemainingColumn(compact=True),
+                console=self._console,
+                speed_estimate_period=120.0,
+            )
+            self._bar.add_task("", total=total_steps, completed=step, status="")
+            self._bar.start()
+            self._console.show_cursor(True)  # or a process that is killed would leave the terminal without one
+
+    def step(self, step: int, row: Row) -> None:
+        """Moves the bar. `row` is what a row of this step would be; it is shown, not recorded."""
+        if self._bar is not None:
+            self._bar.update(self._bar.task_ids[0], completed=step, status=" · ".join(_numbers(row)))
+
+    def record(self, row: Row) -> None:
+        """Appends a row to the record, and shows it."""
+        assert self._metrics is not None, "start() comes first"
+        clean = {key: _json_number(value) for key, value in row.items()}
+        line = json.dumps(clean, ensure_ascii=False, allow_nan=False) + "\n"
+        self._metrics.write(line.encode())  # unbuffered: what is recorded survives the process
+        self._write_board(clean)
+        for text in self._lines(row):
+            self.message(text)
+
+    def flush(self) -> None:
+        """Returns when every recorded row is on the disk: a checkpoint must not be ahead of the record."""
+        if self._metrics is not None:
+            os.fsync(self._metrics.fileno())
+
+    def close(self) -> None:
+        """Ends bar and records. May be called twice."""
+        if self._bar is not None:
+            self._bar.stop()
+        if self._board is not None:
+            self._board.close()
+        if self._metrics is not None:
+            self._metrics.close()
+        self._bar = self._board = self._metrics = None
+
+    def _lines(self, row: Row) -> list[str]:
+        place = f"step {row['step']:,}/{self._total_steps:,}"
+        if row["split"] == "train":
+            left = self._time_left(row["step"])
+            return [] if self._bar is not None else [" · ".join([place, *_numbers(row), *left])]
+        lines = [" · ".join([place, row["split"], *_numbers(row)])]
+        for sample in row.get("samples", ()):
+            lines.append(f"    {sample['source']!r} → {sample['hypothesis']!r}")
+            lines.append(f"        reference: {' | '.join(map(repr, sample['references']))}")
+        return lines
+
+    def _time_left(self, step: int) -> list[str]:
+        """From the pace since the first row of this process: before it, shapes were compiled."""
+        if self._first_row is None:
+            self._first_row = (step, time.monotonic())
+        done, seconds = step - self._first_row[0], time.monotonic() - self._first_row[1]
+        if not done or step >= self._total_steps:
+            return []
+        minutes, seconds = divmod(round((self._total_steps - step) * seconds / done), 60)
+        return [f"{minutes // 60}:{minutes % 60:02d}:{seconds:02d} left"]
+
+    def _write_board(self, row: Row) -> None:
+        assert self._board is not None
+        when = {"global_step": row["step"], "walltime": self._board_origin + row.get("seconds", 0.0)}
+        for key, value in row.items():
+            if key not in _NOT_METRICS and value is not None:
+                self._board.add_scalar(f"{row['split']}/{key}", value, **when)
+        if row.get("samples"):
+            self._board.add_text(f"{row['split']}/samples", _table(row["samples"]), **when)
+
+
+def cut_back(path: Path, step: int) -> list[dict[str, Any]]:
+    """Drops the rows of `metrics.jsonl` after `step`, and a half-written one, by replacing the file in one move.
+
+    Returns:
+        the rows that are left, in order; none where there is no file.
+    """
+    if not path.exists():
+        return []
+    kept: list[tuple[bytes, dict[str, Any]]] = []
+    lines = path.read_bytes().splitlines(keepends=True)
+    for line in lines:
+        try:
+            row = json.loads(line)
+        except ValueError:
+            continue
+        if line.endswith(b"\n") and isinstance(row, dict) and row.get("step", math.inf) <= step:
+            kept.append((line, row))
+    if len(kept) < len(lines):
+        write_atomically(path, b"".join(line for line, _ in kept))
+    return [row for _, row in kept]
+
+
+def _numbers(row: Row) -> list[str]:
+    """The numbers of a row that are worth a place on the screen, in words."""
+    known = [form.format(row[key]) for key, form in _SHOWN.items() if row.get(key) is not None]
+    if row.get("skipped"):
+        known.append(f"{row['skipped']} steps skipped")
+    if row.get("split") != "validation":
+        return known
+    return known + [f"{key} {row[key]:.2f}" for key in row if key not in (*_SHOWN, *_NOT_METRICS)]
+
+
+def _json_number(value: Any) -> Any:
+    """JSON knows no infinity and no NaN: null stands for both."""
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _table(samples: Any) -> str:
+    """Samples as a Markdown table, in code spans so that no character of theirs has a meaning."""
+    rows = [
+        (sample["source"], sample["hypothesis"], " / ".join(sample["references"])) for sample in samples
+    ]  # fmt: skip
+    cells = [" | ".join(f"`` {cell.replace('|', '¦')} ``" for cell in row) for row in rows]
+    return "\n".join(["| source | hypothesis | references |", "|---|---|---|", *(f"| {row} |" for row in cells)])
