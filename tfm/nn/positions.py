@@ -69,18 +69,35 @@ def relative_bucket(
     on all distances share the last. An encoder (`bidirectional`) splits them between past and future; in a decoder the
     future is masked anyway and shares bucket 0.
     """
-    bucket = jnp.zeros_like(offsets)
     if bidirectional:
         num_buckets //= 2
-        bucket = jnp.where(offsets > 0, num_buckets, 0)
-        distance = jnp.abs(offsets)
+        first, distance = jnp.where(offsets > 0, num_buckets, 0), jnp.abs(offsets)
     else:
-        distance = jnp.maximum(-offsets, 0)
-    num_exact = num_buckets // 2
-    # distance 0 would be log(0); its result is not used
-    log_ratio = jnp.log(jnp.maximum(distance, 1).astype(jnp.float32) / num_exact) / math.log(max_distance / num_exact)
-    far = num_exact + (log_ratio * (num_buckets - num_exact)).astype(jnp.int32)
-    return bucket + jnp.where(distance < num_exact, distance, jnp.minimum(far, num_buckets - 1))
+        first, distance = 0, jnp.maximum(-offsets, 0)
+    table = jnp.array(_distance_buckets(num_buckets, max_distance), offsets.dtype)
+    return first + table[jnp.minimum(distance, max_distance)]
+
+
+def _distance_buckets(num_buckets: int, max_distance: int) -> list[int]:
+    """The bucket of each distance up to `max_distance`.
+
+    With e exact buckets and s others, bucket e + k begins at distance e · (max_distance / e)^(k / s). Whole numbers
+    decide it, because some boundaries are whole themselves, and a logarithm that is rounded down would miss them.
+    """
+    e = num_buckets // 2
+    s = num_buckets - e
+
+    def begins(bucket: int, distance: int) -> bool:
+        k = bucket - e
+        return distance >= bucket if k <= 0 else distance**s * e**k >= e**s * max_distance**k
+
+    buckets = [0]
+    for distance in range(1, max_distance + 1):
+        bucket = buckets[-1]
+        while bucket + 1 < num_buckets and begins(bucket + 1, distance):
+            bucket += 1
+        buckets.append(bucket)
+    return buckets
 
 
 def alibi_slopes(num_heads: int) -> Float[Array, "N"]:

@@ -1,0 +1,28 @@
+"""How far apart two computations of the same numbers may lie, by the dtype that they compute in."""
+
+import numpy as np
+
+TOLERANCES = {
+    "float32": 1e-5,
+    # 8 bits of mantissa: a rounding is up to 2**-8 = 0.004 of a value, and a few of them add up on the way to a logit
+    "bfloat16": 3e-2,
+}
+"""Largest difference, as an absolute and as a relative one: |a - b| ≤ tolerance · (1 + |b|)."""
+
+
+def assert_close(actual, expected, *, dtype: str = "float32", times: float = 1.0) -> None:
+    """Raises AssertionError where the two differ by more than `times` the tolerance of `dtype`, or in shape.
+
+    `times` is for sums of many terms and for gradients; its use says why.
+    """
+    actual, expected = (np.asarray(x, np.float64) for x in (actual, expected))
+    assert actual.shape == expected.shape, (actual.shape, expected.shape)
+    tolerance = times * TOLERANCES[dtype]
+    np.testing.assert_allclose(actual, expected, rtol=tolerance, atol=tolerance)
+
+
+def assert_same_bits(actual, expected) -> None:
+    """For what must not have been computed differently at all."""
+    actual, expected = np.asarray(actual), np.asarray(expected)
+    assert (actual.dtype, actual.shape) == (expected.dtype, expected.shape)
+    assert actual.tobytes() == expected.tobytes()
