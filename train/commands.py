@@ -1,0 +1,339 @@
+"""What the subcommands of `tfm` do, once their arguments are understood. Each returns its exit status."""
+
+import argparse
+import dataclasses
+import io
+import json
+import math
+import shlex
+import shutil
+import sys
+import textwrap
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import rich.box
+import rich.console
+import rich.table
+
+from tfm.batch import make_batch
+from tfm.config import ModelConfig
+from tfm.decoding.sampling import Greedy, Sampler, Sampling
+from tfm.nn.cache import cache_bytes
+from tfm.nn.layers import compute_dtype, stream_dtype
+from tfm.nn.params import count_by_part, count_params, param_shapes
+from tfm.nn.transformer import build_model
+from tfm.pipeline import Answer, TextModel, load
+from tfm.store import load_model
+from tfm.text_metrics import HIGHER_IS_BETTER, signature
+from train import loop, schema
+from train.config import BatchConfig, DataConfig, TrainConfig, from_json
+from train.data import encode_examples, eval_batches, load_splits, read_examples
+from train.evaluate import evaluate as evaluate_texts
+from train.evaluate import held_out_loss
+from train.optimizer import make_optimizer
+from train.prepare import prepare
+from train.progress import Reporter
+from train.run_folder import RunFolder
+from train.step import init_state, make_eval_step, make_train_step
+from train.streaming import answer_lines, file_lines, group_lines
+from train.tasks import Examples
+
+
+def train(config: TrainConfig, run_dir: Path, *, as_json: bool) -> int:
+    """Trains, or goes on with the run in the folder."""
+    reporter = Reporter()
+    folder = RunFolder(run_dir)
+    if folder.is_run() and (note := _schedule_note(folder.read_config(), config)):
+        reporter.warn(note)
+    try:
+        outcome = loop.train(config, run_dir, reporter=reporter)
+    except KeyboardInterrupt:
+        if folder.config_path.is_file():
+            reporter.message(f"to go on from the last checkpoint: tfm train --run {shlex.quote(str(run_dir))}")
+        raise
+    if as_json:
+        _print_json({"run": str(run_dir), **dataclasses.asdict(outcome)})
+    elif outcome.exit_status == 0:
+        reporter.message(f"next: tfm evaluate {shlex.quote(str(run_dir))}")
+    return outcome.exit_status
+
+
+def _schedule_note(old: TrainConfig, new: TrainConfig) -> str | None:
+    """What other steps mean for a schedule that ends with them; see `train.config.RESUME_MAY_CHANGE`."""
+    if old.steps == new.steps or new.optimizer.schedule not in ("cosine", "linear"):
+        return None
+    return (
+        f"steps were {old.steps:,} and are now {new.steps:,}: from here on the learning rate is that of a "
+        f"{new.optimizer.schedule} schedule over {new.steps:,} steps, so it jumps, and the run will differ from one "
+        f"that had them from the start"
+    )
+
+
+def dry_run(config: TrainConfig, *, as_json: bool) -> int:
+    """Says what training would do: batches, parameters, memory. Writes nothing."""
+    prepared = prepare(config)
+    config = prepared.config
+    shape = max(prepared.train.shapes, key=lambda shape: shape.rows * (shape.source + shape.target))
+    model = build_model(config.model, dtype=config.dtype)
+    optimizer = make_optimizer(config.optimizer, config.steps)
+    state = jax.eval_shape(lambda: init_state(model, optimizer, config))
+    batch = jax.eval_shape(
+        lambda: make_batch([], [], config.model, shape=(shape.source, shape.target), rows=shape.rows)
+    )
+    compiled = make_train_step(model, optimizer, config).lower(state, batch).compile()
+    # Gradients, activations and whatever else XLA keeps besides what goes in and comes out.
+    working = getattr(compiled.memory_analysis(), "temp_size_in_bytes", None)
+    memory = {"parameters": _bytes(state.params), "optimizer": _bytes(state.opt_state), "step": working}
+    if as_json:
+        _print_json(
+            {
+                "shapes": [dataclasses.asdict(shape) for shape in prepared.train.shapes],
+                "padding_share": prepared.train.padding_share,
+                "batches_per_epoch": prepared.train.batches_per_epoch,
+                "parameters": count_params(state.params),
+                "parameters_by_part": count_by_part(state.params),
+                "bytes": memory,
+                "notes": prepared.notes,
+            }
+        )
+        return 0
+    for note in prepared.notes:
+        print(note)
+    epochs = config.steps / prepared.train.batches_per_epoch
+    print(f"{config.steps:,} steps: {epochs:,.1f} epochs of {prepared.train.batches_per_epoch:,} batches")
+    _print_parameters(count_by_part(state.params))
+    named = " + ".join(f"{name} {_mebibytes(size)}" for name, size in memory.items() if size is not None)
+    total = _mebibytes(sum(size or 0 for size in memory.values()))
+    print(f"memory: {total} = {named}; a step of {shape.rows} × ({shape.source}, {shape.target}) as compiled here")
+    return 0
+
+
+def evaluate(arguments: argparse.Namespace) -> int:
+    """Measures a model on a split of its run, or on files."""
+    folder, config = _find_model(arguments.run)
+    settings = TrainConfig() if config is None else config
+    metrics = arguments.metrics or list(dict.fromkeys(["loss", settings.validation.metric]))
+    for metric in metrics:
+        if metric not in HIGHER_IS_BETTER:
+            near = schema.nearest(metric, HIGHER_IS_BETTER)
+            raise ValueError(f"no metric {metric!r}; the nearest is {near!r} of {', '.join(HIGHER_IS_BETTER)}")
+    fields = {"source_field": arguments.source_field, "target_field": arguments.target_field}
+    data = dataclasses.replace(settings.data, **{name: field for name, field in fields.items() if field is not None})
+    examples = _read_split(arguments.split, data, is_run=config is not None)
+    model = load(folder)
+    the_runs = model.config.max_target_length - 1 if config is None else config.max_new_tokens
+    max_tokens = the_runs if arguments.max_tokens is None else arguments.max_tokens
+    examples, left_out = _answerable(model, examples)
+
+    values: dict[str, float] = {}
+    if "loss" in metrics:
+        values |= _loss(model, examples, settings.batch)
+    generated = [metric for metric in metrics if metric != "loss"]
+    if generated:
+        values |= evaluate_texts(model, examples, generated, max_tokens=max_tokens).metrics
+    signatures = {metric: text for metric in generated if (text := signature(metric))}
+    split = " ".join(arguments.split)
+    if arguments.json:
+        _print_json(
+            {
+                "model": str(folder), "split": split, "sources": len(examples), "left_out": left_out,
+                "metrics": values, "signatures": signatures,
+            }
+        )  # fmt: skip
+        return 0
+    print(f"{folder} on {split}: {len(examples):,} sources" + (f", {left_out:,} left out as too long" * (left_out > 0)))
+    for name, value in values.items():
+        print(f"  {name:<12} {value:8.4f}  {signatures.get(name, '')}".rstrip())
+    return 0
+
+
+def _read_split(split: Sequence[str], data: DataConfig, *, is_run: bool) -> Examples:
+    if list(split) not in (["test"], ["validation"]):
+        examples = read_examples(split, data.format if is_run else "auto", data.source_field, data.target_field)
+        return examples if len(split) == 2 else examples.merged()
+    if not is_run:
+        raise ValueError(f"a model's folder has no {split[0]} data: give files, as in --split test.tsv")
+    examples = getattr(load_splits(data, split), split[0])
+    if not len(examples):
+        raise ValueError(f"the run has no {split[0]} data: give files, as in --split test.tsv")
+    return examples
+
+
+def _answerable(model: TextModel, examples: Examples) -> tuple[Examples, int]:
+    """The examples whose source the model accepts, and how many others there are."""
+    lengths = [len(ids) + 1 for ids in model.source_tokenizer.encode_batch(examples.sources)]
+    fits = np.array(lengths) <= model.config.max_source_length
+    if not fits.any():
+        raise ValueError(f"no source has at most {model.config.max_source_length} tokens, the model's longest")
+    return examples.where(fits), int((~fits).sum())
+
+
+def _loss(model: TextModel, examples: Examples, batch: BatchConfig) -> dict[str, float]:
+    """Loss and perplexity over all right answers."""
+    limits = (model.config.max_source_length, model.config.max_target_length)
+    encoded, _ = encode_examples(examples, model.source_tokenizer, model.target_tokenizer, *limits)
+    longest = max(encoded.source_lengths.max(initial=1), encoded.target_lengths.max(initial=1))
+    batch = dataclasses.replace(batch, tokens=max(batch.tokens, int(longest)), accumulation_steps=1)
+    batches = eval_batches(encoded, model.config, batch)
+    return held_out_loss(make_eval_step(model.model), model.params, batches)
+
+
+def generate(arguments: argparse.Namespace) -> int:
+    """Answers texts, a line for a line."""
+    folder, config = _find_model(arguments.run)
+    model = load(folder)
+    options = {name: getattr(arguments, name) for name in ("temperature", "top_k", "top_p", "min_p")}
+    options = {name: value for name, value in options.items() if value is not None}
+    sampler: Sampler = Sampling(**options) if options else Greedy()
+    if arguments.texts:
+        name, groups = "argument", iter([(1, arguments.texts)])
+    elif arguments.input is not None:
+        name, groups = f"{arguments.input}, line", file_lines(arguments.input)
+    else:
+        # A line's random key follows from its place in its group: groups must not depend on when lines arrive.
+        whole_groups = bool(options) and not sys.stdin.isatty()
+        name, groups = "standard input, line", group_lines(sys.stdin.buffer, whole_groups=whole_groups)
+    seed = arguments.seed or 0
+    answers = answer_lines(model, groups, name=name, max_tokens=arguments.max_tokens, sampler=sampler, seed=seed)
+    if arguments.table:
+        headings = ("word", "pronunciation") if config and config.data.task == "cmudict" else ("text", "answer")
+        _print_table([answer for group in answers for answer in group], headings)
+        return 0
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(encoding="utf-8")
+    for group in answers:
+        for text, answer in group:
+            print(_line(text, answer, scores=arguments.scores, as_json=arguments.json))
+        sys.stdout.flush()
+    return 0
+
+
+def _line(text: str, answer: Answer | None, *, scores: bool, as_json: bool) -> str:
+    if as_json:
+        shown = {"text": "", "score": None, "finished": True} if answer is None else dataclasses.asdict(answer)
+        return json.dumps({"source": text, **{name: shown[name] for name in ("text", "score", "finished")}})
+    if answer is None:
+        return ""
+    line = " ".join(answer.text.split("\n"))
+    return f"{line}\t{answer.score:.4f}" if scores else line
+
+
+def _print_table(answers: Iterable[tuple[str, Answer | None]], headings: tuple[str, str]) -> None:
+    table = rich.table.Table(*headings, rich.table.Column("score", justify="right"), box=rich.box.SIMPLE)
+    for text, answer in answers:
+        table.add_row(rich.text.Text(text), *(("", "") if answer is None else (answer.text, f"{answer.score:.2f}")))
+    rich.console.Console().print(table)
+
+
+def info(arguments: argparse.Namespace) -> int:
+    """Says what a run or a model is."""
+    path: Path = arguments.run
+    is_run = not _is_model(path) and (path / "config.json").is_file()
+    config = RunFolder(path).read_config() if is_run else None
+    model_config = load_model(_find_model(path)[0]).config if config is None else config.model
+    parts = count_by_part(param_shapes(model_config))
+    size = _cache_size(model_config, arguments.batch, arguments.source_length, arguments.length)
+    metrics = _metrics_so_far(path / "metrics.jsonl")
+    settings = {"model": model_config.to_dict()} if config is None else schema.encode(config)
+    if arguments.json:
+        _print_json(
+            {
+                "config": settings,
+                "parameters": {"total": sum(parts.values()), "by_part": parts},
+                "cache": size,
+                "metrics": metrics,
+            }
+        )
+        return 0
+    width = shutil.get_terminal_size((120, 24)).columns
+    sections = {name: values for name, values in settings.items() if isinstance(values, dict)}
+    top = {name: value for name, value in settings.items() if name not in sections}
+    for name, values in {**sections, **({"run": top} if top else {})}.items():
+        text = "  ".join(f"{key}={json.dumps(value, ensure_ascii=False)}" for key, value in values.items())
+        print(textwrap.fill(f"{name}: {text}", width, subsequent_indent="    ", break_long_words=False))
+    _print_parameters(parts)
+    print(
+        f"cache: {_mebibytes(size['bytes'])} for batch {size['batch']}, source length {size['source_length']}, "
+        f"target length {size['length']}, in {size['dtype']}"
+    )
+    for split, row in metrics.items():
+        shown = (f"{key} {value:.6g}" for key, value in row.items() if isinstance(value, int | float) and key != "step")
+        print(textwrap.fill(f"{split} at step {row['step']:,}: {', '.join(shown)}", width, subsequent_indent="    "))
+    if is_run and not metrics:
+        print("no metrics yet")
+    return 0
+
+
+def _cache_size(config: ModelConfig, batch: int, source_length: int | None, length: int | None) -> dict[str, Any]:
+    source_length = config.max_source_length if source_length is None else source_length
+    length = config.max_target_length if length is None else length
+    for name, value in (("--batch", batch), ("--source-length", source_length), ("--length", length)):
+        if value < 1:
+            raise ValueError(f"expected {name} of at least 1, got {value}")
+    dtype = stream_dtype(compute_dtype("auto"))
+    # A decoder-only model keeps its source where its target is.
+    capacity = length + (source_length if config.architecture == "decoder-only" else 0)
+    size = cache_bytes(config, batch=batch, source_length=source_length, capacity=capacity, dtype=dtype)
+    return {"batch": batch, "source_length": source_length, "length": length, "dtype": dtype, "bytes": size}
+
+
+def _metrics_so_far(path: Path) -> dict[str, dict[str, Any]]:
+    """The last row of each split, without samples."""
+    rows: dict[str, dict[str, Any]] = {}
+    for line in path.read_bytes().splitlines() if path.is_file() else []:
+        try:
+            row = json.loads(line)
+        except ValueError:  # being written just now
+            continue
+        rows[row.pop("split")] = {key: value for key, value in row.items() if key != "samples"}
+    return rows
+
+
+def _is_model(path: Path) -> bool:
+    # A folder that is being replaced is elsewhere for a moment: see tfm.store.
+    folder = path.resolve()
+    return (folder / "model.safetensors").is_file() or (folder.parent / f".{folder.name}.previous").exists()
+
+
+def _find_model(path: Path) -> tuple[Path, TrainConfig | None]:
+    """The model folder that is meant, and the settings of its run; a run's best model, or else its last one."""
+    if _is_model(path):
+        beside = path.absolute().parent / "config.json"
+        inside = path.name in ("best", "last") and beside.is_file()
+        return path, from_json(beside.read_text(encoding="utf-8")) if inside else None
+    if not (path / "config.json").is_file():
+        raise ValueError(f"expected the folder of a run or of a model, got {path}, which is neither")
+    config = RunFolder(path).read_config()
+    for name in ("best", "last"):
+        if _is_model(path / name):
+            return path / name, config
+    raise ValueError(f"the run in {path} has no model yet: one is written with its first validation or checkpoint")
+
+
+def _print_parameters(parts: dict[str, int]) -> None:
+    print(f"{sum(parts.values()):,} parameters: " + ", ".join(f"{name} {count:,}" for name, count in parts.items()))
+
+
+def _bytes(tree: Any) -> int:
+    return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
+
+
+def _mebibytes(size: int) -> str:
+    return f"{size / 2**20:,.1f} MiB"
+
+
+def _print_json(value: Any) -> None:
+    print(json.dumps(_finite(value), ensure_ascii=False))
+
+
+def _finite(value: Any) -> Any:
+    """JSON knows no infinity and no NaN: null stands for both."""
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
