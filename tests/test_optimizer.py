@@ -214,31 +214,12 @@ def test_every_rule_reduces_a_least_squares_loss(rule):
     assert float(loss(params)) < 0.05 * first
 
 
-@pytest.mark.parametrize(
-    ("changes", "match"),
-    [
-        (dict(schedule="cosine", warmup_steps=11), "warmup_steps = 11"),
-        (dict(schedule="linear", warmup_steps=11), "warmup_steps = 11"),
-        (dict(schedule="steps"), "'steps'"),
-        (dict(warmup_steps=-1), "warmup_steps"),
-        (dict(final_share=1.5), "final_share"),
-        (dict(learning_rate=0.0), "learning_rate"),
-        (dict(learning_rate=math.nan), "learning_rate"),
-        (dict(name="adam"), "'adam'"),
-        (dict(beta1=1.0), "beta1"),
-        (dict(name="lion", beta2=-0.1), "beta2"),
-        (dict(name="sgd", momentum=1.0), "momentum"),
-        (dict(epsilon=0.0), "epsilon"),
-        (dict(weight_decay=-1.0), "weight_decay"),
-        (dict(clip_norm=math.inf), "clip_norm"),
-    ],
-)
-def test_impossible_settings_are_refused(changes, match):
-    config = OptimizerConfig()
-    for field, value in changes.items():
-        object.__setattr__(config, field, value)  # the test run's type checks would refuse a wrong name before us
-    with pytest.raises(ValueError, match=match):
+@pytest.mark.parametrize("schedule", ["cosine", "linear"])
+def test_a_warmup_that_outlasts_the_run_is_refused(schedule):
+    config = OptimizerConfig(schedule=schedule, warmup_steps=11)
+    with pytest.raises(ValueError, match="within the 10 steps of"):
         make_optimizer(config, 10)
+    assert float(make_schedule(config, 11)(10)) == pytest.approx(config.learning_rate)  # nothing but warmup
 
 
 def test_no_steps_are_refused():

@@ -99,11 +99,9 @@ def make_train_step(model: Model, optimizer: optax.GradientTransformation, confi
         config: its `loss`, `optimizer` (for the reported rate), `steps`, `batch.accumulation_steps`, `dropout_bits`.
 
     Raises:
-        ValueError: `accumulation_steps` below 1; and, at the first call with a shape, rows that it does not divide.
+        ValueError: at the first call with a shape, whose rows `accumulation_steps` does not divide.
     """
     slices = config.batch.accumulation_steps
-    if slices < 1:
-        raise ValueError(f"expected accumulation_steps of at least 1, got {slices}")
     schedule = make_schedule(config.optimizer, config.steps)
     key_implementation = _KEY_IMPLEMENTATIONS[config.dropout_bits]
     transformation = optax.with_extra_args_support(optimizer)
