@@ -181,7 +181,7 @@ def dropout(x: Float[Array, "*B"], rate: float, key: KeyArray) -> Float[Array, "
 
     The rate is met to 1/65,536 and the scale is that of the rate as met, so the expectation is exact.
     """
-    num_dropped = round(rate * 65_536)
+    num_dropped = min(round(rate * 65_536), 65_535)
     words = jax.random.bits(key, ((x.size + 1) // 2,), jnp.uint32)
     bits = jax.lax.bitcast_convert_type(words, jnp.uint16).reshape(-1)[: x.size].reshape(x.shape)
     return jnp.where(bits >= num_dropped, x * (65_536 / (65_536 - num_dropped)), 0).astype(x.dtype)

@@ -1,0 +1,254 @@
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from tolerances import assert_close, assert_same_bits
+
+from tfm.config import ModelConfig
+from tfm.nn import layers
+from tfm.nn.layers import Dropout, Embedding, FeedForward, Linear, Norm, compute_dtype, dropout, project
+
+CONFIG = ModelConfig(model_dim=16, feed_forward_dim=24, num_heads=2)
+X = jax.random.normal(jax.random.key(0), (2, 5, 16))
+
+
+def numpy_of(variables):
+    return jax.tree.map(np.asarray, variables["params"])
+
+
+def apply(layer, params, x):
+    return layer.apply({"params": jax.tree.map(jnp.asarray, params)}, x)
+
+
+def test_compute_dtype_resolves_auto_and_refuses_others():
+    assert compute_dtype("float32") == "float32"
+    assert compute_dtype("bfloat16") == "bfloat16"
+    assert compute_dtype("auto") in ("float32", "bfloat16")
+    with pytest.raises(ValueError, match="'float16'"):
+        compute_dtype("float16")
+
+
+# Products
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("out", [4, 40], ids=["narrowing", "widening"])
+@pytest.mark.parametrize("lead", [(), (3,), (2, 5)])
+def test_project_multiplies_by_the_transposed_weight_and_so_do_its_gradients(dtype, out, lead):
+    x = jax.random.normal(jax.random.key(1), (*lead, 16))
+    weight = jax.random.normal(jax.random.key(2), (out, 16)) / 4
+    downstream = jax.random.normal(jax.random.key(3), (*lead, out)) / math.sqrt(out)
+    y, gradients = jax.value_and_grad(lambda *args: (downstream * project(*args, dtype)).sum(), (0, 1))(x, weight)
+    assert_close(project(x, weight, dtype), np.asarray(x) @ np.asarray(weight).T, dtype=dtype)
+    rows, downstream_rows = np.asarray(x).reshape(-1, 16), np.asarray(downstream).reshape(-1, out)
+    assert_close(gradients[0], np.asarray(downstream) @ np.asarray(weight), dtype=dtype)
+    assert_close(gradients[1], downstream_rows.T @ rows, dtype=dtype)
+    assert np.isfinite(y)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("x_dtype", [jnp.float32, jnp.bfloat16])
+def test_gradients_have_the_dtypes_of_what_they_are_of_and_results_are_float32(dtype, x_dtype):
+    x, weight = X.astype(x_dtype), jnp.ones((3, 16))
+    assert project(x, weight, dtype).dtype == jnp.float32
+    x_gradient, weight_gradient = jax.grad(lambda *args: project(*args, dtype).sum(), (0, 1))(x, weight)
+    assert x_gradient.dtype == x_dtype
+    assert weight_gradient.dtype == jnp.float32
+
+
+def test_low_precision_products_accumulate_in_float32():
+    """In bfloat16 a sum of 4,096 ones stops at 256, where adding 1 is rounded away."""
+    ones, weight = jnp.ones((1, 4096)), jnp.ones((1, 4096))
+    assert project(ones, weight, "bfloat16")[0, 0] == 4096
+    # and the weight's gradient, a sum over rows
+    many = jnp.ones((4096, 1))
+    gradient = jax.grad(lambda w: project(many, w, "bfloat16").sum())(jnp.ones((1, 1)))
+    assert gradient[0, 0] == 4096
+
+
+def test_low_precision_really_is_low():
+    """So that a tolerance for bfloat16 is not met by computing in float32."""
+    x = jnp.full((1, 1), 1 + 2**-10)
+    assert project(x, jnp.ones((1, 1)), "bfloat16")[0, 0] == 1
+    assert project(x, jnp.ones((1, 1)), "float32")[0, 0] == 1 + 2**-10
+
+
+@pytest.mark.parametrize("use_bias", [True, False])
+@pytest.mark.parametrize("x_dtype", [jnp.float32, jnp.bfloat16])
+def test_linear_lies_out_in_and_keeps_the_dtype_that_flows(use_bias, x_dtype):
+    linear = Linear(3, use_bias=use_bias)
+    variables = linear.init(jax.random.key(0), X)
+    params = numpy_of(variables)
+    assert params["weight"].shape == (3, 16)
+    assert set(params) == ({"weight", "bias"} if use_bias else {"weight"})
+    assert all(leaf.dtype == np.float32 for leaf in params.values())
+    if use_bias:
+        params["bias"] = np.array([1.0, -2.0, 3.0], np.float32)
+    x = X.astype(x_dtype)
+    y = apply(linear, params, x)
+    assert y.dtype == x_dtype
+    expected = np.asarray(x, np.float32) @ params["weight"].T + params.get("bias", 0)
+    assert_close(y, expected, dtype=x.dtype.name)
+
+
+def test_linear_starts_as_glorot_and_bengio_say():
+    weight = Linear(300, use_bias=False).init(jax.random.key(0), jnp.zeros((1, 500)))["params"]["weight"]
+    limit = math.sqrt(6 / (300 + 500))
+    assert np.abs(weight).max() <= limit
+    # 150,000 uniform draws: the standard deviation of their mean square is 0.9/sqrt(n) = 0.23 % of it; 5 of them
+    assert np.square(weight).mean() == pytest.approx(limit**2 / 3, rel=0.012)
+
+
+# Norms
+
+
+@pytest.mark.parametrize("use_bias", [True, False])
+@pytest.mark.parametrize("kind", ["layernorm", "rmsnorm"])
+def test_norms_are_the_papers_formulas(kind, use_bias):
+    norm = Norm(CONFIG.replace(norm=kind, use_bias=use_bias, norm_epsilon=1e-3))
+    params = numpy_of(norm.init(jax.random.key(0), X))
+    assert set(params) == ({"scale", "bias"} if kind == "layernorm" and use_bias else {"scale"})
+    params = {name: np.linspace(0.5, 2, 16, dtype=np.float32) for name in params}
+    x = np.asarray(X, np.float64) * 3 + 1
+    centred = x - x.mean(axis=-1, keepdims=True) if kind == "layernorm" else x
+    variance = (centred**2).mean(axis=-1, keepdims=True)
+    expected = params["scale"] * centred / np.sqrt(variance + 1e-3) + params.get("bias", 0)
+    assert_close(apply(norm, params, jnp.array(x, jnp.float32)), expected)
+
+
+@pytest.mark.parametrize("kind", ["layernorm", "rmsnorm"])
+def test_norms_take_their_statistics_in_float32(kind):
+    norm = Norm(CONFIG.replace(norm=kind))
+    low = (100 + X).astype(jnp.bfloat16)  # the squares have no room in bfloat16's 8 bits
+    variables = norm.init(jax.random.key(0), low)
+    y = norm.apply(variables, low)
+    assert y.dtype == jnp.bfloat16
+    assert_close(y, norm.apply(variables, low.astype(jnp.float32)), dtype="bfloat16", times=0.3)  # one rounding
+
+
+@pytest.mark.parametrize("kind", ["layernorm", "rmsnorm"])
+def test_a_vector_of_zeros_has_a_norm_and_a_gradient(kind):
+    norm = Norm(CONFIG.replace(norm=kind))
+    zeros = jnp.zeros((1, 1, 16))
+    variables = norm.init(jax.random.key(0), zeros)
+    assert not norm.apply(variables, zeros).any()
+    assert np.isfinite(jax.grad(lambda x: norm.apply(variables, x).sum())(zeros)).all()
+
+
+# Feed-forward and embeddings
+
+
+def gelu(x):
+    return 0.5 * x * (1 + np.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))  # Hendrycks and Gimpel 2016
+
+
+NUMPY_ACTIVATIONS = {"relu": lambda x: np.maximum(x, 0), "gelu": gelu, "silu": lambda x: x / (1 + np.exp(-x))}
+
+
+@pytest.mark.parametrize("use_bias", [True, False])
+@pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.parametrize("activation", NUMPY_ACTIVATIONS)
+def test_feed_forward_is_the_papers_formula(activation, gated, use_bias):
+    layer = FeedForward(CONFIG.replace(activation=activation, gated=gated, use_bias=use_bias))
+    shapes = jax.eval_shape(layer.init, jax.random.key(0), X)["params"]
+    random = np.random.default_rng(0)
+    params = jax.tree.map(lambda leaf: random.standard_normal(leaf.shape).astype(np.float32) / 4, shapes)
+
+    def linear(name, x):
+        return x @ params[name]["weight"].T.astype(np.float64) + params[name].get("bias", 0)
+
+    x = np.asarray(X, np.float64)
+    hidden = NUMPY_ACTIVATIONS[activation](linear("gate" if gated else "up", x))
+    if gated:
+        hidden = hidden * linear("up", x)
+    assert_close(apply(layer, params, X), linear("down", hidden))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_an_embedding_is_a_table_of_rows_and_scores_are_products_with_them(dtype):
+    embedding = Embedding(11, 16, dtype)
+    ids = jnp.array([[3, 0, 10], [3, 3, 1]])
+    variables = embedding.init(jax.random.key(0), ids)
+    table = numpy_of(variables)["weight"]
+    assert table.shape == (11, 16)
+    assert_same_bits(embedding.apply(variables, ids), table[np.asarray(ids)])
+    logits = embedding.apply(variables, X, method="logits")
+    assert logits.dtype == jnp.float32
+    assert_close(logits, np.asarray(X) @ table.T, dtype=dtype)
+
+
+def test_embeddings_start_with_the_variance_that_scaling_and_sharing_want():
+    table = Embedding(2000, 64).init(jax.random.key(0), jnp.zeros((1,), jnp.int32))["params"]["weight"]
+    # 128,000 normal draws: the standard deviation of their variance is sqrt(2 / n) = 0.4 %; 5 of them
+    assert np.square(table).mean() * 64 == pytest.approx(1, rel=0.02)
+
+
+def test_the_stream_between_layers_has_the_compute_dtype_on_accelerators(monkeypatch):
+    assert layers.stream_dtype("bfloat16") == "float32"  # on this CPU
+    monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
+    assert layers.stream_dtype("bfloat16") == "bfloat16"
+    assert layers.stream_dtype("float32") == "float32"
+    assert compute_dtype("auto") == "bfloat16"
+
+
+# Dropout
+
+KEY_KINDS = ["threefry2x32", "rbg"]
+
+
+def test_dropout_is_on_exactly_when_a_key_is_passed():
+    layer = Dropout(0.5)
+    assert_same_bits(layer.apply({}, X), X)
+    assert_same_bits(Dropout(0.0).apply({}, X, rngs={"dropout": jax.random.key(0)}), X)
+    dropped = layer.apply({}, X, rngs={"dropout": jax.random.key(0)})
+    assert (np.asarray(dropped) == 0).any()
+
+
+@pytest.mark.parametrize("kind", KEY_KINDS)
+def test_the_same_key_drops_the_same_and_another_key_other_entries(kind):
+    keys = [jax.random.key(seed, impl=kind) for seed in (0, 0, 1)]
+    same, again, other = (np.asarray(dropout(X, 0.5, key)) for key in keys)
+    assert_same_bits(same, again)
+    assert ((same == 0) != (other == 0)).any()
+
+
+@pytest.mark.parametrize("kind", KEY_KINDS)
+@pytest.mark.parametrize("rate", [0.1, 0.5, 0.9])
+def test_dropout_meets_its_rate_and_keeps_the_expectation(kind, rate):
+    """Over 301 x 1,001 entries (an odd number). A right dropout fails one bound in 1.7 million keys (5 sigma)."""
+    ones = jnp.ones((301, 1001))
+    dropped = np.asarray(dropout(ones, rate, jax.random.key(7, impl=kind)), np.float64)
+    kept = dropped != 0
+    sigma = math.sqrt(rate * (1 - rate) / dropped.size)
+    assert abs((1 - kept.mean()) - rate) < 5 * sigma
+    assert abs(dropped.mean() - 1) < 5 * sigma / (1 - rate)
+    # every kept entry is scaled alike, by 1 / (1 - rate) up to the 1 / 65,536 that the rate is met to
+    assert len(np.unique(dropped[kept])) == 1
+    assert dropped.max() == pytest.approx(1 / (1 - rate), rel=1e-5 / (1 - rate))
+
+
+@pytest.mark.parametrize("kind", KEY_KINDS)
+def test_entries_are_dropped_independently_of_their_neighbours(kind):
+    """Two halves of one random word, rows and columns: the counts of equal fates are binomial, 5 sigma."""
+    kept = np.asarray(dropout(jnp.ones((512, 512)), 0.5, jax.random.key(3, impl=kind))) != 0
+    for one, other in ((kept[:, 0::2], kept[:, 1::2]), (kept[0::2], kept[1::2])):
+        equal = (one == other).mean()
+        assert abs(equal - 0.5) < 5 * 0.5 / math.sqrt(one.size)
+
+
+def test_a_rate_next_to_1_drops_nearly_all_and_stays_finite():
+    dropped = np.asarray(dropout(jnp.ones((1000,)), 1 - 2**-24, jax.random.key(0)))
+    assert np.isfinite(dropped).all()
+    assert (dropped == 0).mean() > 0.9
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_dropout_keeps_the_dtype_and_its_gradient_is_its_mask(dtype):
+    x = X.astype(dtype)
+    dropped, pull = jax.vjp(lambda x: dropout(x, 0.25, jax.random.key(0)), x)
+    assert dropped.dtype == dtype
+    (gradient,) = pull(jnp.ones_like(dropped))
+    kept = np.asarray(dropped) != 0
+    assert_close(gradient, np.where(kept, 4 / 3, 0), dtype=x.dtype.name)
