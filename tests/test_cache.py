@@ -1,0 +1,137 @@
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tolerances import assert_same_bits
+
+from tfm.config import ModelConfig
+from tfm.nn.cache import KeysValues, cache_bytes, init_cache, reorder, write
+
+B, S, C = 3, 5, 7
+CONFIG = ModelConfig(
+    source_vocab_size=11, target_vocab_size=11, model_dim=16, feed_forward_dim=8, num_heads=4, num_kv_heads=2,
+    encoder_layers=1, decoder_layers=3,
+)  # fmt: skip
+CONFIGS = {
+    "encoder-decoder": CONFIG,
+    "decoder-only": CONFIG.replace(architecture="decoder-only"),
+    "multi-head": CONFIG.replace(num_kv_heads=None),
+    "wide-heads": CONFIG.replace(head_dim=6),
+}
+
+
+def nbytes(cache) -> int:
+    return sum(leaf.nbytes for leaf in jax.tree.leaves(cache))
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_cache_bytes_are_those_of_the_arrays_and_of_the_formula(name, dtype):
+    config = CONFIGS[name]
+    cache = init_cache(config, batch=B, source_length=S, capacity=C, dtype=dtype)
+    said = cache_bytes(config, batch=B, source_length=S, capacity=C, dtype=dtype)
+    assert said == nbytes(cache)
+    # 2 · (B·W·C + B·S) · K · H · L · bytes, and the lengths, one int32 a row for each side
+    source_positions = 0 if config.architecture == "decoder-only" else B * S
+    heads = config.kv_heads * config.head_size
+    assert said == 2 * (B * C + source_positions) * heads * 3 * jnp.dtype(dtype).itemsize + 2 * B * 4
+
+
+def test_all_beams_of_a_row_share_its_source():
+    one, four = (cache_bytes(CONFIG, batch=B, source_length=S, capacity=C, beams=beams) for beams in (1, 4))
+    assert four - one == 3 * B * (2 * C * 2 * 4 * 3 * 4 + 4)  # three more target sides, and lengths, a row
+
+
+def test_a_decoder_only_cache_is_the_textbooks_size():
+    """2 · batch · length · heads · head size · layers · bytes."""
+    config = ModelConfig(architecture="decoder-only", model_dim=512, num_heads=8, decoder_layers=6)
+    lengths = 2 * 32 * 4
+    said = cache_bytes(config, batch=32, source_length=999, capacity=256, dtype="bfloat16")
+    assert said == 2 * 32 * 256 * 8 * 64 * 6 * 2 + lengths
+
+
+def test_the_size_is_said_without_an_array():
+    """A cache that no machine holds."""
+    huge = cache_bytes(CONFIG, batch=2**30, source_length=2**20, capacity=2**20)
+    assert huge > 2**50
+    shapes = jax.eval_shape(functools.partial(init_cache, CONFIG, batch=2**30, source_length=2**20, capacity=2**20))
+    assert huge == sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(shapes))
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_an_empty_cache_lies_heads_before_positions(name):
+    config = CONFIGS[name]
+    cache = init_cache(config, batch=B, source_length=S, capacity=C, dtype="bfloat16")
+    assert len(cache.layers) == 3
+    assert cache.capacity == C
+    assert cache.lengths.tolist() == cache.source_lengths.tolist() == [0] * B
+    for layer in cache.layers:
+        for array in jax.tree.leaves(layer.self_attention):
+            assert array.shape == (B, config.kv_heads, C, config.head_size)
+            assert array.dtype == jnp.bfloat16
+        if config.architecture == "decoder-only":
+            assert layer.cross_attention is None
+        else:
+            for array in jax.tree.leaves(layer.cross_attention):
+                assert array.shape == (B, config.kv_heads, S, config.head_size)
+
+
+def random_keys_values(seed, length, dtype=np.float32):
+    keys, values = np.random.default_rng(seed).standard_normal((2, B, 2, length, 4)).astype(dtype)
+    return KeysValues(jnp.array(keys), jnp.array(values))
+
+
+@given(starts=st.lists(st.integers(0, C - 3), min_size=B, max_size=B), num_tokens=st.integers(1, 3))
+def test_write_writes_each_row_at_its_own_start_and_nothing_else(starts, num_tokens):
+    old, new = random_keys_values(0, C), random_keys_values(1, num_tokens)
+    before = np.array(old.keys)
+    written = write(old, new, jnp.array(starts, jnp.int32))
+    for was, added, now in zip(*map(jax.tree.leaves, (old, new, written)), strict=True):
+        expected = np.array(was)
+        for row, start in enumerate(starts):
+            expected[row, :, start : start + num_tokens] = added[row]
+        assert_same_bits(now, expected)
+    assert_same_bits(old.keys, before)
+
+
+def test_write_keeps_the_caches_dtype():
+    old = jax.tree.map(lambda x: x.astype(jnp.bfloat16), random_keys_values(0, C))
+    written = write(old, random_keys_values(1, 2), jnp.zeros(B, jnp.int32))
+    assert written.keys.dtype == written.values.dtype == jnp.bfloat16
+
+
+def test_a_donated_write_copies_nothing():
+    """The whole cache is passed through; XLA needs no second one beside it."""
+    old, new = random_keys_values(0, 512), random_keys_values(1, 1)
+    compiled = jax.jit(write, donate_argnums=0).lower(old, new, jnp.zeros(B, jnp.int32)).compile()
+    memory = compiled.memory_analysis()
+    assert memory.alias_size_in_bytes == nbytes(old)
+    assert memory.temp_size_in_bytes < nbytes(old) / 10
+
+
+@pytest.mark.parametrize("name", ["encoder-decoder", "decoder-only"])
+def test_reorder_moves_the_target_side_only(name):
+    empty = init_cache(CONFIGS[name], batch=B, source_length=S, capacity=C)
+    leaves, tree = jax.tree.flatten(empty)
+    random = np.random.default_rng(0)
+    leaves = [jnp.array(random.integers(0, 100, leaf.shape), leaf.dtype) for leaf in leaves]
+    cache = jax.tree.unflatten(tree, leaves)
+    parents = [2, 0, 0]
+    moved = jax.jit(reorder)(cache, jnp.array(parents))
+    for was, now in zip(cache.layers, moved.layers, strict=True):
+        for one, other in zip(*map(jax.tree.leaves, (was.self_attention, now.self_attention)), strict=True):
+            assert_same_bits(other, np.asarray(one)[parents])
+        for one, other in zip(*map(jax.tree.leaves, (was.cross_attention, now.cross_attention)), strict=True):
+            assert_same_bits(other, one)
+    assert moved.lengths.tolist() == np.asarray(cache.lengths)[parents].tolist()
+    assert moved.source_lengths.tolist() == cache.source_lengths.tolist()
+
+
+def test_a_cache_is_immutable():
+    cache = init_cache(CONFIG, batch=B, source_length=S, capacity=C)
+    with pytest.raises(AttributeError):
+        cache.lengths = jnp.ones(B)
