@@ -55,8 +55,7 @@ def dot_product_attention(
     """
     scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
     drops = dropout_key is not None and dropout_rate > 0
-    if kernel not in KERNELS:
-        raise ValueError(f"expected an attention kernel of {', '.join(KERNELS)}, got {kernel!r}")
+    check_kernel(kernel)
     problem = None
     if kernel in ("auto", "cudnn"):
         problem = _cudnn_problem(query, keys_values, visible, bias, drops)
@@ -70,6 +69,12 @@ def dot_product_attention(
     if kernel == "xla":
         return _xla(query, keys_values, visible, bias, scale)
     return _cudnn(query, keys_values, visible, scale)
+
+
+def check_kernel(kernel: str) -> None:
+    """Raises ValueError for a name that no kernel has."""
+    if kernel not in KERNELS:
+        raise ValueError(f"expected an attention kernel of {', '.join(KERNELS)}, got {kernel!r}")
 
 
 def attention_weights(
@@ -113,11 +118,15 @@ def _plain(
     if dropout_key is not None:
         weights = layers.dropout(weights, dropout_rate, dropout_key)
     batch, num_heads, num_queries, num_keys = weights.shape
-    values = keys_values.values.astype(query.dtype)
-    kv_heads = values.shape[1]
+    kv_heads = keys_values.values.shape[1]
+    # XLA's CPU backend cannot run this product from bfloat16 into float32
+    operands = jnp.float32 if jax.default_backend() == "cpu" else query.dtype
     weights_BKGQM = weights.reshape(batch, kv_heads, num_heads // kv_heads, num_queries, num_keys)
     mixed_BQKGH = jnp.einsum(
-        "BKGQM,BKMH->BQKGH", weights_BKGQM.astype(query.dtype), values, preferred_element_type=jnp.float32
+        "BKGQM,BKMH->BQKGH",
+        weights_BKGQM.astype(operands),
+        keys_values.values.astype(operands),
+        preferred_element_type=jnp.float32,
     )
     return mixed_BQKGH.reshape(query.shape).astype(query.dtype)
 

@@ -15,7 +15,7 @@ from tfm.axes import Array, Float, Int
 from tfm.config import ModelConfig
 from tfm.nn import cache as caches
 from tfm.nn import layers, positions
-from tfm.nn.attention import Attention, Kernel
+from tfm.nn.attention import Attention, Kernel, check_kernel
 from tfm.nn.cache import Cache, KeysValues, LayerCache
 from tfm.nn.masks import Visible
 
@@ -421,7 +421,11 @@ def build_model(config: ModelConfig, *, dtype: str = "auto", attention_kernel: K
         config: what it computes.
         dtype: of the operands of large products: "float32", "bfloat16", or "auto" for the fastest here.
         attention_kernel: see `tfm.nn.attention`.
+
+    Raises:
+        ValueError: a dtype or kernel that there is not.
     """
+    check_kernel(attention_kernel)
     kind = EncoderDecoder if config.architecture == "encoder-decoder" else DecoderOnly
     return kind(config, layers.compute_dtype(dtype), attention_kernel)
 
