@@ -17,14 +17,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import safetensors.numpy
-from tfm.tokenizer import Tokenizer
 
 from tfm.config import ModelConfig, preset
 from tfm.nn.params import init_params
 from tfm.nn.transformer import build_model
 from tfm.store import check_params, load_model, save_model
+from tfm.tokenizer import Tokenizer
 
-TOKENIZER = Tokenizer.train(["abcdefgh"], kind="char", vocab_size=16)
+TOKENIZER = Tokenizer.train(["a b c d e f g h"], kind="word", vocab_size=16)
 CONFIG = preset(
     "tiny",
     model_dim=8,
@@ -70,7 +70,7 @@ def assert_same(a: dict, b: dict) -> None:
 def test_comes_back_bit_for_bit(tmp_path, architecture, dtype):
     config = CONFIG.replace(architecture=architecture, shared_embeddings="none", positions="t5-bias", gated=True)
     params = jax.tree.map(lambda leaf: leaf.astype(dtype), make_params(config))
-    other = Tokenizer.train(["xyz"], kind="char", vocab_size=7)
+    other = Tokenizer.train(["x y z"], kind="word", vocab_size=7)
     save_model(tmp_path / "runs" / "model", config, params, TOKENIZER, other)
     stored = load_model(tmp_path / "runs" / "model")
     assert stored.config == config
@@ -389,7 +389,7 @@ def test_names_that_exclude_each_other(folder, change):
 
 
 def test_tokenizers_that_do_not_belong(tmp_path):
-    big = Tokenizer.train(["abcdefghijklmnop"], kind="char", vocab_size=40)
+    big = Tokenizer.train(["a b c d e f g h i j k l m n o p"], kind="word", vocab_size=40)
     for side, tokenizers in (("source", (big, TOKENIZER)), ("target", (TOKENIZER, big))):
         with pytest.raises(ValueError, match=f"{side} tokenizer of at most {TOKENIZER.vocab_size} entries.*got 20"):
             save_model(tmp_path / "model", CONFIG, make_params(), *tokenizers)

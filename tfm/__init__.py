@@ -1,0 +1,59 @@
+"""tfm: sequence transduction in JAX. Text in, text out.
+
+The names below come from the modules that define them when they are first used, so that importing a part that needs no
+JAX, such as `tfm.config`, does not load it.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from tfm.batch import Batch, make_batch
+    from tfm.config import PRESETS, ModelConfig, preset
+    from tfm.decoding.generate import Generation, generate
+    from tfm.decoding.inference import decode_step, prefill
+    from tfm.decoding.sampling import Greedy, Sampling
+    from tfm.nn.cache import Cache, cache_bytes
+    from tfm.nn.params import count_params, init_params
+    from tfm.nn.transformer import DecoderOnly, EncoderDecoder, build_model
+    from tfm.pipeline import Answer, TextModel, load
+    from tfm.store import StoredModel, load_model, save_model
+    from tfm.tokenizer import Tokenizer
+
+_HOMES = {
+    "tfm.batch": ("Batch", "make_batch"),
+    "tfm.config": ("PRESETS", "ModelConfig", "preset"),
+    "tfm.decoding.generate": ("Generation", "generate"),
+    "tfm.decoding.inference": ("decode_step", "prefill"),
+    "tfm.decoding.sampling": ("Greedy", "Sampling"),
+    "tfm.nn.cache": ("Cache", "cache_bytes"),
+    "tfm.nn.params": ("count_params", "init_params"),
+    "tfm.nn.transformer": ("DecoderOnly", "EncoderDecoder", "build_model"),
+    "tfm.pipeline": ("Answer", "TextModel", "load"),
+    "tfm.store": ("StoredModel", "load_model", "save_model"),
+    "tfm.tokenizer": ("Tokenizer",),
+}
+_HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
+
+__all__ = [  # noqa: RUF022 - grouped by module, as above
+    "Batch", "make_batch",
+    "PRESETS", "ModelConfig", "preset",
+    "Generation", "generate", "decode_step", "prefill", "Greedy", "Sampling",
+    "Cache", "cache_bytes", "count_params", "init_params",
+    "DecoderOnly", "EncoderDecoder", "build_model",
+    "Answer", "TextModel", "load",
+    "StoredModel", "load_model", "save_model",
+    "Tokenizer",
+]  # fmt: skip
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME_OF:
+        raise AttributeError(f"module 'tfm' has no attribute {name!r}")
+    value = getattr(importlib.import_module(_HOME_OF[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
