@@ -204,7 +204,8 @@ def test_a_text_where_a_list_belongs_says_how_to_write_it():
         ({"data.max_source_tokens": 2048}, ["data.max_source_tokens (2048)", "model.max_source_length (1024)"]),
         ({"data.max_target_tokens": 2048}, ["data.max_target_tokens (2048)", "model.max_target_length (1024)"]),
         ({"validation.max_tokens": 2048}, ["validation.max_tokens (2048)", "model.max_target_length (1024)"]),
-        ({"tokenizer.source_vocab_size": 4}, ["tokenizer.source_vocab_size must be at least 5, got 4"]),
+        ({"tokenizer.source_vocab_size": 259}, ["tokenizer.source_vocab_size must be at least 260, got 259"]),
+        ({"tokenizer.target_kind": "word", "tokenizer.target_vocab_size": 4}, ["target_vocab_size must be at least 5"]),
         ({"tokenizer.shared": True, "tokenizer.target_file": "t.json"}, ["tokenizer.target_file"]),
         ({"batch.tokens": 0, "batch.accumulation_steps": -1}, ["batch.tokens", "batch.accumulation_steps"]),
         ({"optimizer.learning_rate": 0, "optimizer.beta2": 1}, ["optimizer.learning_rate", "optimizer.beta2"]),
@@ -226,6 +227,8 @@ def test_a_run_that_cannot_be_is_refused_by_the_dotted_key(values, words):
 
 
 def test_the_limits_themselves_are_allowed():
+    TokenizerConfig(source_kind="word", source_vocab_size=5, target_file="t.json", target_vocab_size=4)
+    TokenizerConfig(shared=True, source_vocab_size=260, target_vocab_size=1)
     OptimizerConfig(beta1=0.0, final_share=1.0, clip_norm=0.0, warmup_steps=0)
     ValidationConfig(every_steps=0, max_examples=0)
     DataConfig(train=("a", "b"), format="lines")

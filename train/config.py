@@ -66,11 +66,12 @@ class TokenizerConfig(schema.Section, prefix="tokenizer."):
     """How text becomes ids. A file given here is used as it is; otherwise a tokenizer is trained on the data."""
 
     source_kind: TokenizerKind = "bpe"
-    """`word` splits at whitespace; `char` is one token a character."""
+    """`word` splits at white space; `char` is a token a character; `bpe` and `unigram` learn pieces of words."""
     target_kind: TokenizerKind = "bpe"
     """The same for the target."""
     source_vocab_size: int = 8_000
-    """The most entries, special tokens included, of a trained vocabulary."""
+    """The most entries of a trained vocabulary: the four special tokens, and 256 bytes where the kind is not `word`,
+    included."""
     target_vocab_size: int = 8_000
     """The same for the target."""
     shared: bool = False
@@ -81,8 +82,11 @@ class TokenizerConfig(schema.Section, prefix="tokenizer."):
     """A `tokenizer.json` for the target side."""
 
     def problems(self) -> Iterator[str]:
-        # four special tokens and one piece of text
-        yield from schema.at_least(self, 5, "source_vocab_size", "target_vocab_size")
+        for side in ("source",) if self.shared else ("source", "target"):
+            # four special tokens; then one word, or the 256 bytes that spell whatever has no piece of its own
+            least = 5 if getattr(self, f"{side}_kind") == "word" else 260
+            if not getattr(self, f"{side}_file"):
+                yield from schema.at_least(self, least, f"{side}_vocab_size")
         if self.shared and self.target_file:
             yield "target_file must be empty where shared is true: source_file serves both sides"
 
