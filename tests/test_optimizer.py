@@ -186,9 +186,10 @@ def test_adafactor_state_is_sublinear_and_adams_is_float32():
 def test_clipping_limits_the_global_norm_and_keeps_the_direction(scale, limit):
     gradient = {"a": scale * jnp.ones((2, 2)), "b": -scale * jnp.ones(5)}  # norm 3 · scale
     optimizer = make_optimizer(constant("sgd", momentum=0.0, learning_rate=1.0, clip_norm=limit), 1)
-    updates, _ = optimizer.update(gradient, optimizer.init(gradient), gradient, step=0)
-    np.testing.assert_allclose(updates["a"], -min(scale, limit / 3), rtol=1e-5)
-    np.testing.assert_allclose(updates["b"], min(scale, limit / 3), rtol=1e-5)
+    for known in ({}, {"gradient_norm": jnp.float32(3 * scale)}):
+        updates, _ = optimizer.update(gradient, optimizer.init(gradient), gradient, step=0, **known)
+        np.testing.assert_allclose(updates["a"], -min(scale, limit / 3), rtol=1e-5)
+        np.testing.assert_allclose(updates["b"], min(scale, limit / 3), rtol=1e-5)
 
 
 @pytest.mark.parametrize("rule", RULES)

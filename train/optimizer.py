@@ -75,7 +75,8 @@ def make_optimizer(config: OptimizerConfig, total_steps: int) -> optax.GradientT
 
     The learning rate follows the run's own step, passed as `optimizer.update(gradients, opt_state, params, step=step)`,
     not a counter of updates inside the optimizer: after skipped steps a schedule still ends where the run ends. Bias
-    corrections do count updates, because they belong to the moments. All state is float32.
+    corrections do count updates, because they belong to the moments. All moments are float32. Who knows the gradients'
+    global norm may pass it too, as `gradient_norm=`, and spares a pass over them.
 
     The rules, and what they read:
 
@@ -95,7 +96,7 @@ def make_optimizer(config: OptimizerConfig, total_steps: int) -> optax.GradientT
     schedule = make_schedule(config, total_steps)
     chain: list[optax.GradientTransformation] = []
     if config.clip_norm:
-        chain.append(optax.clip_by_global_norm(config.clip_norm))
+        chain.append(_clip_by_global_norm(config.clip_norm))
     chain.append(_direction(config))
     if config.weight_decay:
         chain.append(optax.add_decayed_weights(config.weight_decay, mask=decay_mask))
@@ -132,14 +133,28 @@ def _direction(config: OptimizerConfig) -> optax.GradientTransformation:
             return optax.trace(config.momentum) if config.momentum else optax.identity()
 
 
+def _clip_by_global_norm(limit: float) -> optax.GradientTransformationExtraArgs:
+    """Step 1 of the chain, as one factor for all entries: optax's, a select for each, is twice the work on a CPU."""
+
+    def update(
+        updates: Any, state: Any, params: Any = None, *, gradient_norm: Array | None = None, **others: Any
+    ) -> tuple[Any, Any]:
+        norm = optax.tree.norm(updates) if gradient_norm is None else gradient_norm
+        factor = jnp.minimum(limit / norm, 1)  # a norm of 0 gives infinity, and so 1
+        return jax.tree.map(lambda gradient: factor * gradient, updates), state
+
+    return optax.GradientTransformationExtraArgs(_no_state, update)
+
+
 def _scale_by_schedule(schedule: Schedule) -> optax.GradientTransformationExtraArgs:
     """Step 4 of the chain. Without state: the step comes from outside."""
-
-    def init(params: Any) -> optax.EmptyState:
-        return optax.EmptyState()
 
     def update(updates: Any, state: Any, params: Any = None, *, step: Any, **others: Any) -> tuple[Any, Any]:
         rate = schedule(step)
         return jax.tree.map(lambda direction: -rate * direction, updates), state
 
-    return optax.GradientTransformationExtraArgs(init, update)
+    return optax.GradientTransformationExtraArgs(_no_state, update)
+
+
+def _no_state(params: Any) -> optax.EmptyState:
+    return optax.EmptyState()
