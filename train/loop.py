@@ -14,7 +14,7 @@ import shlex
 import signal
 import time
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import jax
 
@@ -44,6 +44,7 @@ class NonFiniteError(ValueError):
     """Too many steps in a row whose loss or gradient was not finite."""
 
 
+@runtime_checkable
 class Reports(Protocol):
     """What the loop tells, as `train.progress.Reporter` takes it."""
 
@@ -287,7 +288,7 @@ class _Session:
                     self._current_model(),
                     prepared.examples,
                     [] if config.metric == "loss" else [config.metric],
-                    max_tokens=config.max_tokens or self._config.data.max_target_tokens,
+                    max_tokens=self._config.max_new_tokens,
                     max_examples=config.max_examples,
                     samples=min(config.samples, config.max_examples),
                 )
