@@ -1,0 +1,465 @@
+"""Text to ids and back, through the `tokenizers` library.
+
+What is trained here gives back every text as it came: nothing is normalised (no NFC, no lower case, no trimming), and
+nothing a user writes becomes a special token, so that `"</s>"` in a text is four ordinary characters.
+
+    ======= ================================================ ========================= ==========================
+    kind    a piece is                                       decode(encode(text))      ids, besides 4 special ones
+    ======= ================================================ ========================= ==========================
+    bpe     bytes, merged by frequency (Sennrich et al.      every text                256 bytes, then merges
+            2016; on bytes, Radford et al. 2019)
+    unigram bytes, by likelihood (Kudo 2018)                 every text                256 bytes among the pieces
+    char    a character of the training texts; a byte of     every text                256 bytes (each an ASCII
+            any other                                                                  character), then the others
+    word    what stands between white space                  known words joined by     the most frequent words
+                                                             single spaces
+    ======= ================================================ ========================= ==========================
+
+Batches are encoded by the library's own threads, and a process that forks afterwards gets a warning from it on stderr.
+The environment variable that silences it, TOKENIZERS_PARALLELISM, belongs to the caller and is not touched.
+"""
+
+import difflib
+import itertools
+import json
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import SupportsIndex
+
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers, trainers
+
+SPECIAL_TOKENS = ("<pad>", "<s>", "</s>", "<unk>")
+"""Ids 0 to 3 of every trained tokenizer."""
+
+_USUAL_NAMES = {
+    "pad_token": ("<pad>", "[PAD]"),
+    "start_token": ("<s>", "<bos>", "[CLS]"),
+    "end_token": ("</s>", "<eos>", "[SEP]"),
+    "unk_token": ("<unk>", "[UNK]"),
+}
+_CHUNK = 4096  # texts in one call of the library, whose encodings hold far more than the ids that are kept
+
+
+class Tokenizer:
+    """A vocabulary and its rules. Immutable; safe to use from several threads, to pickle and to copy.
+
+    Equal tokenizers have equal `to_json()`.
+
+    Example:
+        >>> tokenizer = Tokenizer.train(["walk left", "run left"], kind="word", vocab_size=100)
+        >>> tokenizer.encode("run left twice")
+        [5, 4, 3]
+        >>> tokenizer.decode([5, 4, tokenizer.end_id, tokenizer.pad_id])
+        'run left'
+        >>> tokenizer.vocab_size, tokenizer.pad_id, tokenizer.start_id, tokenizer.end_id, tokenizer.unk_id
+        (7, 0, 1, 2, 3)
+    """
+
+    def __init__(
+        self,
+        engine: tokenizers.Tokenizer,
+        *,
+        pad_token: str | None = None,
+        start_token: str | None = None,
+        end_token: str | None = None,
+        unk_token: str | None = None,
+    ) -> None:
+        """Wraps a copy of `engine`, whose padding, truncation, post-processor and BPE dropout are left out of use.
+
+        Args:
+            engine: any tokenizer of the library, one that was read from a `tokenizer.json` for example.
+            pad_token: the padding token, where its name is none of "<pad>", "[PAD]".
+            start_token: the first decoder token, where it is none of "<s>", "<bos>", "[CLS]". Without any the padding
+                token starts, as in T5.
+            end_token: the end of a text, where it is none of "</s>", "<eos>", "[SEP]".
+            unk_token: what stands for the unknown, where it is none of "<unk>", "[UNK]"; there may be none.
+
+        Raises:
+            ValueError: no padding or end token in the vocabulary, or not the one that was given.
+        """
+        given = dict(pad_token=pad_token, start_token=start_token, end_token=end_token, unk_token=unk_token)
+        self._given = {role: name for role, name in given.items() if name is not None}
+        self._engine_json = engine.to_str()
+        vocab = engine.get_vocab(with_added_tokens=True)
+        self._pieces = {id_: piece for piece, id_ in vocab.items()}
+        self.vocab_size: int = max(self._pieces, default=-1) + 1
+        """One more than the highest id."""
+        names = {role: _find(vocab, role, self._given.get(role)) for role in _USUAL_NAMES}
+        self.pad_id: int = vocab[_required(names, "pad_token")]
+        self.end_id: int = vocab[_required(names, "end_token")]
+        self.start_id: int = self.pad_id if names["start_token"] is None else vocab[names["start_token"]]
+        self.unk_id: int | None = None if names["unk_token"] is None else vocab[names["unk_token"]]
+        self._engine, special = _prepare(self._engine_json, {name for name in names.values() if name is not None})
+        self._special_ids = frozenset(vocab[name] for name in special)
+        self._unwritable_ids = self._special_ids - {self.unk_id}
+
+    @classmethod
+    def train(cls, texts: Iterable[str], *, kind: str, vocab_size: int) -> "Tokenizer":
+        """Learns a vocabulary from texts. The same texts give the same tokenizer, to the byte of its JSON.
+
+        Args:
+            texts: read once; an iterator will do.
+            kind: "bpe", "unigram", "char" or "word": see the table above. The time for "unigram" grows with the
+                distinct text between spaces, so a large corpus without spaces (Chinese, Japanese) asks for "bpe".
+            vocab_size: the most entries, the four special tokens "<pad>", "<s>", "</s>", "<unk>" (0 to 3) included.
+                It is not exceeded; little text can give fewer.
+
+        Example:
+            >>> Tokenizer.train(["ein Haus"], kind="char", vocab_size=300).decode([4 + byte for byte in b"Haus"])
+            'Haus'
+
+        Raises:
+            ValueError: an unknown kind, no text, or a `vocab_size` that does not hold the special tokens and the 256
+                bytes (one word, for "word").
+        """
+        if kind not in _TRAIN:
+            near = difflib.get_close_matches(kind, _TRAIN, n=1, cutoff=0.0)[0]
+            raise ValueError(f"no kind of tokenizer {kind!r}; the nearest is {near!r} of {', '.join(_TRAIN)}")
+        needed = len(SPECIAL_TOKENS) + (1 if kind == "word" else 256)
+        if vocab_size < needed:
+            alphabet = "one word" if kind == "word" else "the 256 bytes, without which some text has no ids"
+            raise ValueError(
+                f"expected a vocab_size of at least {needed} for {kind!r} ({len(SPECIAL_TOKENS)} special tokens and "
+                f"{alphabet}), got {vocab_size}"
+            )
+        texts = _strings(texts)
+        first = next((text for text in texts if (text.strip() if kind == "word" else text)), None)
+        if first is None:
+            raise ValueError(f"expected text to train a tokenizer of kind {kind!r} on, got none")
+        engine = _TRAIN[kind](itertools.chain([first], texts), vocab_size)
+        engine.add_special_tokens([tokenizers.AddedToken(name, special=True) for name in SPECIAL_TOKENS])
+        return cls(engine)
+
+    @classmethod
+    def load(cls, path: str | Path, **special_tokens: str) -> "Tokenizer":
+        """Reads a file that `save`, or the `tokenizers` library (a model's `tokenizer.json`), wrote.
+
+        `special_tokens` (`end_token="<|endoftext|>"` and so on) are those of `Tokenizer(...)`; `save` keeps them.
+
+        Raises:
+            ValueError: names the path: no such file, not JSON, not a tokenizer, or no padding or end token in it.
+        """
+        try:
+            return cls.from_json(Path(path).read_text(encoding="utf-8"), **special_tokens)
+        except OSError as error:
+            raise ValueError(f"{path}: expected a tokenizer file, got {error.strerror or error}") from error
+        except ValueError as error:
+            raise ValueError(f"{path}: {error}") from error
+
+    def save(self, path: str | Path) -> None:
+        """Writes `to_json()` to a file, in UTF-8."""
+        Path(path).write_text(self.to_json(), encoding="utf-8")
+
+    @classmethod
+    def from_json(cls, text: str, **special_tokens: str) -> "Tokenizer":
+        """The reverse of `to_json`; see `load`.
+
+        Raises:
+            ValueError: not JSON, not a tokenizer, or no padding or end token in it.
+        """
+        try:
+            data = json.loads(text)
+        except ValueError as error:
+            raise ValueError(f"expected the JSON of a tokenizer: {error}") from error
+        if isinstance(data, dict) and data.keys() == {"special_tokens", "tokenizer"}:
+            special_tokens = {**data["special_tokens"], **special_tokens}
+            text = json.dumps(data["tokenizer"], ensure_ascii=False)
+        try:
+            engine = tokenizers.Tokenizer.from_str(text)
+        except Exception as error:  # the library raises nothing more special
+            raise ValueError(f"expected a tokenizer as the tokenizers library writes it: {error}") from error
+        return cls(engine, **special_tokens)
+
+    def to_json(self) -> str:
+        """All of it as JSON: the library's own format, which others can load.
+
+        Only where special tokens were named by hand is that format wrapped, as {"special_tokens": ..., "tokenizer":
+        ...}, because it has no place for them.
+        """
+        if not self._given:
+            return self._engine_json
+        special = json.dumps(self._given, ensure_ascii=False)
+        return f'{{"special_tokens":{special},"tokenizer":{self._engine_json}}}'
+
+    def encode(self, text: str) -> list[int]:
+        """The ids of a text, without start and end tokens.
+
+        Nothing in the text is read as a special token: where a loaded file knows no other way to read it (a whole word
+        "</s>"), the unknown token stands for it.
+
+        Raises:
+            ValueError: not a string, or one that UTF-8 cannot hold (a lone surrogate).
+        """
+        try:
+            encoding = self._engine.encode(text, add_special_tokens=False)
+        except (TypeError, UnicodeError) as error:
+            raise _not_text([text]) from error
+        return self._without_special(encoding.ids)
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """`encode` of each text, on several threads."""
+        rows: list[list[int]] = []
+        for start in range(0, len(texts), _CHUNK):
+            chunk = list(texts[start : start + _CHUNK])
+            try:
+                encodings = self._engine.encode_batch_fast(chunk, add_special_tokens=False)
+            except (TypeError, UnicodeError) as error:
+                raise _not_text(texts) from error
+            rows.extend(self._without_special(encoding.ids) for encoding in encodings)
+        return rows
+
+    def decode(self, ids: Iterable[SupportsIndex]) -> str:
+        """The text of ids: a list, or a one-dimensional NumPy or JAX array.
+
+        Left out are special tokens, the unknown one included, and ids from `vocab_size` on, which a model has whose
+        embedding was rounded up. Bytes that are no UTF-8, which a model can generate, become U+FFFD.
+
+        Raises:
+            ValueError: a negative id.
+        """
+        return self._engine.decode(self._textual(ids), skip_special_tokens=False)
+
+    def decode_batch(self, rows: Iterable[Iterable[SupportsIndex]]) -> list[str]:
+        """`decode` of each row."""
+        return self._engine.decode_batch([self._textual(ids) for ids in rows], skip_special_tokens=False)
+
+    def tokens(self, ids: Iterable[SupportsIndex]) -> list[str]:
+        """One piece of text an id, special tokens included, to be shown beside it.
+
+        A piece of bytes is shown as its text, or, where it holds part of a character, as "<0xC3>" and the like; an id
+        without an entry as "<id 32100>".
+
+        Example:
+            >>> tokenizer = Tokenizer.train(["é"], kind="char", vocab_size=300)
+            >>> tokenizer.tokens(tokenizer.encode("aéñ") + [tokenizer.end_id])
+            ['a', 'é', '<0xC3>', '<0xB1>', '</s>']
+        """
+        pieces = [self._pieces.get(id_, f"<id {id_}>") for id_ in _integers(ids)]
+        is_byte_level = isinstance(self._engine.decoder, decoders.ByteLevel)
+        return [_readable(piece) for piece in pieces] if is_byte_level else pieces
+
+    def _without_special(self, ids: list[int]) -> list[int]:
+        if self._unwritable_ids.isdisjoint(ids):
+            return ids
+        ids = [self.unk_id if id_ in self._unwritable_ids else id_ for id_ in ids]  # type: ignore[misc]
+        return [id_ for id_ in ids if id_ is not None]
+
+    def _textual(self, ids: Iterable[SupportsIndex]) -> list[int]:
+        return [id_ for id_ in _integers(ids) if id_ < self.vocab_size and id_ not in self._special_ids]
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Tokenizer) and self.to_json() == other.to_json()
+
+    def __hash__(self) -> int:
+        return hash(self._engine_json)
+
+    def __reduce__(self) -> tuple[Callable[[str], "Tokenizer"], tuple[str]]:
+        return Tokenizer.from_json, (self.to_json(),)
+
+    def __repr__(self) -> str:
+        return (
+            f"Tokenizer(vocab_size={self.vocab_size}, pad_id={self.pad_id}, start_id={self.start_id}, "
+            f"end_id={self.end_id}, unk_id={self.unk_id})"
+        )
+
+
+def _find(vocab: dict[str, int], role: str, given: str | None) -> str | None:
+    """The special token of a role: the given one, which must exist, or the first usual name in the vocabulary."""
+    if given is not None and given not in vocab:
+        raise ValueError(f"expected {role} to be in the vocabulary, got {given!r}")
+    return given or next((name for name in _USUAL_NAMES[role] if name in vocab), None)
+
+
+def _required(names: dict[str, str | None], role: str) -> str:
+    name = names[role]
+    if name is None:
+        tried = ", ".join(_USUAL_NAMES[role])
+        raise ValueError(f"expected a {role} in the vocabulary, found none of {tried}; name it with {role}=")
+    return name
+
+
+def _prepare(text: str, names: set[str]) -> tuple[tokenizers.Tokenizer, set[str]]:
+    """The engine that encodes and decodes, and all its special tokens: `names` and those the file marks."""
+    data = json.loads(text)
+    data.update(truncation=None, padding=None, post_processor=None)
+    if data["model"].get("dropout"):
+        data["model"]["dropout"] = None  # BPE dropout makes ids a matter of chance
+    for token in data["added_tokens"]:
+        token["special"] = token["special"] or token["content"] in names
+    special = names | {token["content"] for token in data["added_tokens"] if token["special"]}
+    engine = tokenizers.Tokenizer.from_str(json.dumps(data, ensure_ascii=False))
+    engine.encode_special_tokens = True  # that is: added tokens that are special are not looked for in the text
+    if not isinstance(engine.model, models.WordLevel):
+        # A unigram model still finds a special token among its pieces. Its text is cut after the first character, by
+        # the last of the pre-tokenizers, so that no model sees it whole. (A word is not cut: it becomes unknown.)
+        by_first: dict[str, list[str]] = {}
+        for name in sorted(special):
+            if len(name) > 1:
+                by_first.setdefault(name[0], []).append(re.escape(name[1:]))
+        cut = "|".join(f"{re.escape(first)}(?={'|'.join(rest)})" for first, rest in by_first.items())
+        steps = [engine.pre_tokenizer, pre_tokenizers.Split(tokenizers.Regex(cut), "isolated")] if cut else []
+        if steps:
+            engine.pre_tokenizer = pre_tokenizers.Sequence([step for step in steps if step is not None])
+    return engine, special
+
+
+def _strings(texts: Iterable[str]) -> Iterator[str]:
+    if isinstance(texts, str):
+        raise ValueError("expected several texts, got one string")
+    for text in texts:
+        try:
+            text.encode()
+        except (AttributeError, UnicodeError) as error:
+            raise _not_text([text]) from error
+        yield text
+
+
+def _not_text(texts: Sequence[object]) -> ValueError:
+    """What is wrong with the first of `texts` that the library refuses."""
+    for text in texts:
+        if not isinstance(text, str):
+            return ValueError(f"expected text, got {type(text).__name__}: {text!r:.80}")
+        if any("\ud800" <= character <= "\udfff" for character in text):
+            return ValueError(f"expected text that UTF-8 can hold, got a lone surrogate in {text!r:.80}")
+    return ValueError("expected text that the tokenizer can read")
+
+
+def _integers(ids: Iterable[SupportsIndex]) -> list[int]:
+    """A list of ids; arrays are converted at once rather than element by element."""
+    numbers: list[int] = ids.tolist() if hasattr(ids, "tolist") else [int(id_) for id_ in ids]
+    if numbers and min(numbers) < 0:
+        raise ValueError(f"expected ids of at least 0, got {min(numbers)}")
+    return numbers
+
+
+# Byte-level pieces are written with one printable character a byte: the library's convention, which is GPT-2's. The
+# bytes that are printable in Latin-1 stand for themselves, the others, in order, follow from U+0100 on.
+_PRINTABLE = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+_OTHERS = [byte for byte in range(256) if byte not in _PRINTABLE]
+_LETTERS = [chr(byte if byte in _PRINTABLE else 0x100 + _OTHERS.index(byte)) for byte in range(256)]
+_BYTES = {letter: byte for byte, letter in enumerate(_LETTERS)}
+
+
+def _readable(piece: str) -> str:
+    """The text of a byte-level piece, or its bytes where they are none."""
+    if not all(letter in _BYTES for letter in piece):
+        return piece
+    data = bytes(_BYTES[letter] for letter in piece)
+    try:
+        return data.decode()
+    except UnicodeDecodeError:
+        return "".join(f"<0x{byte:02X}>" for byte in data)
+
+
+def _byte_level(model: models.Model, split: str) -> tokenizers.Tokenizer:
+    """A tokenizer over the bytes of text that is first cut into the matches of `split`."""
+    engine = tokenizers.Tokenizer(model)
+    engine.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(tokenizers.Regex(split), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    engine.decoder = decoders.ByteLevel()
+    return engine
+
+
+# Runs of letters, of digits, of other signs, each with one space before it, and of the white space that is left. Unlike
+# GPT-2's, which it follows, it keeps combining marks with their letters (Hindi, Thai, decomposed accents) and knows no
+# English contractions. It cuts "</s>" and its like to pieces, so that no training makes an entry of them.
+_RUNS = r" ?[\p{L}\p{M}]+| ?\p{N}+| ?[^\s\p{L}\p{M}\p{N}]+|\s+(?!\S)|\s+"
+
+
+def _train_bpe(texts: Iterator[str], vocab_size: int) -> tokenizers.Tokenizer:
+    engine = _byte_level(models.BPE(), _RUNS)
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        min_frequency=2,  # what was seen once cannot be learned
+        special_tokens=list(SPECIAL_TOKENS),
+        initial_alphabet=_LETTERS,
+        show_progress=False,
+    )
+    engine.train_from_iterator(texts, trainer)
+    return engine
+
+
+def _train_unigram(texts: Iterator[str], vocab_size: int) -> tokenizers.Tokenizer:
+    engine = _byte_level(models.Unigram(), _RUNS)
+    counts: Counter[str] = Counter()
+    for text in texts:
+        counts.update(run for run, _ in engine.pre_tokenizer.pre_tokenize_str(text))
+    # The trainer takes its candidates from a suffix array over the distinct words, each followed by a separator, and
+    # misses every one that nothing but the separator follows: most endings, most whole words. So the words that are
+    # frequent enough to become entries are there twice, once with a byte behind them that UTF-8 does not have (8,000
+    # entries, German captions: 17 % fewer tokens).
+    behind = _LETTERS[0xFF]
+
+    def words() -> Iterator[list[str]]:
+        for rank, word in enumerate(_by_frequency(counts)):
+            yield [word] * counts[word]
+            if rank < vocab_size:
+                yield [word + behind]
+
+    learner = tokenizers.Tokenizer(models.Unigram())
+    trainer = trainers.UnigramTrainer(
+        vocab_size=vocab_size,
+        max_piece_length=48,  # bytes: 16 characters of any but the rarest scripts
+        special_tokens=list(SPECIAL_TOKENS),
+        unk_token="<unk>",
+        initial_alphabet=_LETTERS,
+        show_progress=False,
+    )
+    learner.train_from_iterator(words(), trainer)
+    learned = dict(json.loads(learner.to_str())["model"]["vocab"][len(SPECIAL_TOKENS) :])
+    # It walks a hash map whose order changes from process to process. That shows in two places: in the last digits of
+    # the scores, which are sums over the map, and in the scores of bytes that were dropped, which are put back with the
+    # lowest score + 0, + 0.0001, + 0.0002 and so on. Rounding removes the first, one score for those bytes the second.
+    lowest = min(learned.values())
+    learned[behind] = lowest
+    scores = {p: round(lowest if len(p) == 1 and s < lowest + 256e-4 else s, 4) for p, s in learned.items()}
+    by_score = sorted(scores, key=lambda p: (-scores[p], p))
+    best = [p for p in by_score if len(p) > 1][: vocab_size - len(SPECIAL_TOKENS) - len(_LETTERS)]  # it keeps too many
+    kept = {*_LETTERS, *best}
+    pieces = [(p, scores[p]) for p in by_score if p in kept]
+    special = [(name, 0.0) for name in SPECIAL_TOKENS]
+    engine.model = models.Unigram([*special, *pieces], unk_id=SPECIAL_TOKENS.index("<unk>"), byte_fallback=False)
+    return engine
+
+
+def _train_char(texts: Iterator[str], vocab_size: int) -> tokenizers.Tokenizer:
+    counts: Counter[str] = Counter()
+    for text in texts:
+        counts.update(text)
+    characters = [character for character in _by_frequency(counts) if not character.isascii()]  # ASCII: is a byte
+    spelled = ["".join(_LETTERS[byte] for byte in character.encode()) for character in characters]
+    pieces = [*SPECIAL_TOKENS, *_LETTERS, *spelled][:vocab_size]
+    # BPE without merges, which looks a whole character up before it falls back to bytes.
+    model = models.BPE({piece: id_ for id_, piece in enumerate(pieces)}, [], ignore_merges=True)
+    return _byte_level(model, r"[\s\S]")
+
+
+def _train_word(texts: Iterator[str], vocab_size: int) -> tokenizers.Tokenizer:
+    counts: Counter[str] = Counter()
+    for text in texts:
+        counts.update(text.split())
+    words = [word for word in _by_frequency(counts) if word not in SPECIAL_TOKENS]
+    pieces = [*SPECIAL_TOKENS, *words][:vocab_size]
+    engine = tokenizers.Tokenizer(models.WordLevel({piece: id_ for id_, piece in enumerate(pieces)}, "<unk>"))
+    # White space as Python has it, which counts four separators (U+001C to U+001F) that Unicode does not.
+    engine.pre_tokenizer = pre_tokenizers.Split(tokenizers.Regex(r"[\s\x1c-\x1f]+"), "removed")
+    return engine  # without a decoder the library joins pieces with spaces
+
+
+def _by_frequency(counts: Counter[str]) -> list[str]:
+    return sorted(counts, key=lambda piece: (-counts[piece], piece))
+
+
+_TRAIN: dict[str, Callable[[Iterator[str], int], tokenizers.Tokenizer]] = {
+    "bpe": _train_bpe,
+    "unigram": _train_unigram,
+    "char": _train_char,
+    "word": _train_word,
+}
