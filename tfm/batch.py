@@ -15,15 +15,15 @@ from tfm.config import ModelConfig
 class Batch:
     """Padded pairs, teacher-forced: the decoder reads `target_in` and must predict `target_out`."""
 
-    source: Int[Array, "B S"]
+    source: Int[Array | np.ndarray, "B S"]
     """Source ids, padded on the right."""
-    source_lengths: Int[Array, "B"]
+    source_lengths: Int[Array | np.ndarray, "B"]
     """Real tokens of each source row."""
-    target_in: Int[Array, "B T"]
+    target_in: Int[Array | np.ndarray, "B T"]
     """The start token, then the target: what the decoder reads."""
-    target_out: Int[Array, "B T"]
+    target_out: Int[Array | np.ndarray, "B T"]
     """The target, then the end token: what it must say, one position earlier."""
-    weights: Float[Array, "B T"]
+    weights: Float[Array | np.ndarray, "B T"]
     """1 where `target_out` counts in the loss, 0 on padding."""
 
 

@@ -6,6 +6,7 @@ to compute it (dtype, attention kernel): that is chosen when the model is built,
 
 import dataclasses
 import difflib
+import typing
 from collections.abc import Mapping
 from typing import Any, Literal
 
@@ -122,8 +123,8 @@ def _problems(config: ModelConfig):
     """Yields what is wrong, one clause each."""
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
-        options = getattr(field.type, "__args__", None)
-        if getattr(field.type, "__origin__", None) is Literal and value not in options:
+        options = typing.get_args(field.type)
+        if typing.get_origin(field.type) is Literal and value not in options:
             yield f"{field.name} must be one of {', '.join(options)}, not {value!r}"
         elif field.type is int and (isinstance(value, bool) or not isinstance(value, int)):
             yield f"{field.name} must be a whole number, not {value!r}"

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from tfm.axes import Array, Bool, Float, Int, KeyArray
-from tfm.decoding.inference import decode_step, prefill
+from tfm.decoding.inference import complete_inputs, decode_step, prefill
 from tfm.decoding.sampling import Greedy, Sampler, Sampling
 from tfm.nn.cache import Cache
 from tfm.nn.logprob import label_log_probs
@@ -71,26 +71,20 @@ def generate(
         A `Generation` whose T is the capacity less the prompt's T.
 
     Raises:
-        ValueError: more tokens than the capacity or the model allows, lengths out of range, a sampler that draws
-            without a key.
+        ValueError: more tokens than the capacity or the model allows, lengths out of range, a sampler's number out of
+            its range, a sampler that draws without a key or with keys that are not threefry's.
     """
     batch = source.shape[0]
-    prompt_length = 1 if prompt is None else prompt.shape[1]
+    inputs = complete_inputs(model, source, source_lengths, prompt, prompt_lengths)
     if isinstance(sampler, Sampling):
-        sampler.check()
+        sampler = sampler.as_arrays(batch)
         if key is None:
             raise ValueError("expected a key for a sampler that draws, got none")
-    capacity = _capacity(max_tokens, prompt_length, model.config.max_target_length, capacity)
-    if key is None:
-        key = jax.random.key(0)
-    if key.ndim == 0:
-        key = jax.vmap(jax.random.fold_in, in_axes=(None, 0))(key, jnp.arange(batch))
-    if key.shape != (batch,):
-        raise ValueError(f"expected one key or {batch}, one a row, got keys of shape {key.shape}")
+    if jnp.shape(max_tokens) not in ((), (batch,)):
+        raise ValueError(f"expected one max_tokens or {batch}, one a row, got shape {jnp.shape(max_tokens)}")
+    capacity = _capacity(max_tokens, inputs[2].shape[1], model.config.max_target_length, capacity)
     limits = jnp.broadcast_to(jnp.asarray(max_tokens, jnp.int32), (batch,))
-    return _generate(
-        model, params, source, source_lengths, prompt, prompt_lengths, sampler, limits, key, capacity=capacity
-    )
+    return _generate(model, params, *inputs, sampler, limits, _row_keys(key, batch), capacity=capacity)
 
 
 class _Loop(typing.NamedTuple):
@@ -107,9 +101,9 @@ def _generate(
     model: Model,
     params: Params,
     source: Array,
-    source_lengths: Array | None,
-    prompt: Array | None,
-    prompt_lengths: Array | None,
+    source_lengths: Array,
+    prompt: Array,
+    prompt_lengths: Array,
     sampler: Sampler,
     limits: Array,
     keys: KeyArray,
@@ -117,7 +111,7 @@ def _generate(
     capacity: int,
 ) -> Generation:
     config, batch = model.config, source.shape[0]
-    num_new = capacity - (1 if prompt is None else prompt.shape[1])
+    num_new = capacity - prompt.shape[1]
     limits = jnp.minimum(limits, num_new)
 
     def active(output: Generation) -> Array:
@@ -153,6 +147,20 @@ def _generate(
     return jax.lax.while_loop(lambda loop: active(loop.output).any(), advance, loop).output
 
 
+def _row_keys(key: KeyArray | None, batch: int) -> KeyArray:
+    """A key for each row; without one, keys that nothing will draw from."""
+    if key is None:
+        key = jax.random.key(0, impl="threefry2x32")
+    kind = str(jax.random.key_impl(key)) if jnp.issubdtype(key.dtype, jax.dtypes.prng_key) else f"{key.dtype} array"
+    if kind != "threefry2x32":  # with keys of another kind, what one row draws may depend on the others
+        raise ValueError(f"expected a threefry key, as from jax.random.key(seed, impl='threefry2x32'), got {kind}")
+    if key.ndim == 0:
+        key = jax.vmap(jax.random.fold_in, in_axes=(None, 0))(key, jnp.arange(batch))
+    if key.shape != (batch,):
+        raise ValueError(f"expected one key or {batch}, one a row, got keys of shape {key.shape}")
+    return key
+
+
 def _capacity(max_tokens: typing.Any, prompt_length: int, most: int, capacity: int | None) -> int:
     """The static capacity, checked against the number of tokens asked for where that is known."""
     known = not isinstance(max_tokens, jax.core.Tracer)
@@ -161,6 +169,11 @@ def _capacity(max_tokens: typing.Any, prompt_length: int, most: int, capacity: i
     asked = int(np.max(np.asarray(max_tokens), initial=0)) if known else 0
     if known and np.min(np.asarray(max_tokens), initial=0) < 0:
         raise ValueError(f"expected max_tokens of at least 0, got {max_tokens}")
+    if not prompt_length < (most if capacity is None else capacity) <= most:
+        raise ValueError(
+            f"expected a capacity above the prompt's {prompt_length} tokens and of at most {most} (the model's "
+            f"max_target_length), got {most if capacity is None else capacity}"
+        )
     if asked > most - prompt_length:
         raise ValueError(
             f"expected at most {most - prompt_length} new tokens (the model's max_target_length {most} less "
@@ -168,7 +181,7 @@ def _capacity(max_tokens: typing.Any, prompt_length: int, most: int, capacity: i
         )
     if capacity is None:
         needed = max(asked + prompt_length, prompt_length + 1, SMALLEST_CAPACITY)
-        return max(min(1 << (needed - 1).bit_length(), most), prompt_length + 1)
+        return min(1 << (needed - 1).bit_length(), most)
     if asked > capacity - prompt_length:
         raise ValueError(
             f"expected at most {capacity - prompt_length} new tokens (capacity {capacity} less {prompt_length} of "

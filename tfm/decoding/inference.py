@@ -6,6 +6,7 @@ and set of shapes.
 """
 
 import functools
+import typing
 
 import jax
 import jax.numpy as jnp
@@ -44,14 +45,33 @@ def prefill(
     Raises:
         ValueError: lengths that are not within the arrays, or more tokens than the model accepts.
     """
+    inputs = complete_inputs(model, source, source_lengths, prompt, prompt_lengths)
+    return _prefill(model, params, *inputs, capacity=capacity)
+
+
+def complete_inputs(
+    model: Model,
+    source: Int[Array | np.ndarray, "B S"],
+    source_lengths: Int[Array | np.ndarray, "B"] | None,
+    prompt: Int[Array | np.ndarray, "B T"] | None,
+    prompt_lengths: Int[Array | np.ndarray, "B"] | None,
+) -> tuple[Int[Array, "B S"], Int[Array, "B"], Int[Array, "B T"], Int[Array, "B"]]:
+    """Source, its lengths, prompt, its lengths, checked and as arrays: what was left out is traced as what was given.
+
+    Raises:
+        ValueError: as `prefill`.
+    """
     batch = source.shape[0]
     if prompt is None:
-        prompt = jnp.full((batch, 1), model.config.start_id, jnp.int32)
+        prompt = np.full((batch, 1), model.config.start_id, np.int32)
     if prompt.shape[0] != batch:
         raise ValueError(f"expected a prompt for each of {batch} sources, got {prompt.shape[0]}")
-    source_lengths = _lengths("source", source_lengths, source, least=0)
-    prompt_lengths = _lengths("prompt", prompt_lengths, prompt, least=1)
-    return _prefill(model, params, source, source_lengths, prompt, prompt_lengths, capacity=capacity)
+    return (
+        jnp.asarray(source),
+        _lengths("source", source_lengths, source, least=0),
+        jnp.asarray(prompt),
+        _lengths("prompt", prompt_lengths, prompt, least=1),
+    )
 
 
 @functools.partial(jax.jit, static_argnames=("model", "capacity"))
@@ -65,7 +85,8 @@ def _prefill(
     *,
     capacity: int,
 ) -> tuple[Array, Cache]:
-    return model.apply({"params": params}, source, source_lengths, prompt, prompt_lengths, capacity, method="prefill")
+    inputs = (source, source_lengths, prompt, prompt_lengths, capacity)
+    return typing.cast(tuple[Array, Cache], model.apply({"params": params}, *inputs, method="prefill"))
 
 
 def decode_step(
@@ -89,7 +110,12 @@ def decode_step(
 
     Returns:
         The logits after each of the tokens, and the cache with the tokens in it.
+
+    Raises:
+        ValueError: tokens for another number of rows, or more than the cache can hold.
     """
+    if tokens.shape[0] != cache.lengths.shape[0]:
+        raise ValueError(f"expected tokens for the cache's {cache.lengths.shape[0]} rows, got {tokens.shape[0]}")
     if tokens.shape[1] > cache.capacity:
         raise ValueError(f"expected at most {cache.capacity} tokens (the cache's capacity), got {tokens.shape[1]}")
     step = _decode_step_donating if donate_cache else _decode_step
@@ -97,7 +123,7 @@ def decode_step(
 
 
 def _apply_decode_step(model: Model, params: Params, tokens: Array, cache: Cache) -> tuple[Array, Cache]:
-    return model.apply({"params": params}, tokens, cache, method="decode_step")
+    return typing.cast(tuple[Array, Cache], model.apply({"params": params}, tokens, cache, method="decode_step"))
 
 
 _decode_step = jax.jit(_apply_decode_step, static_argnames="model")
@@ -107,12 +133,16 @@ _decode_step_donating = jax.jit(_apply_decode_step, static_argnames="model", don
 def _lengths(what: str, lengths: Array | np.ndarray | None, ids: Array | np.ndarray, *, least: int) -> Array:
     """Checked lengths. Values that are only known when a caller's jit runs cannot be checked."""
     batch, longest = ids.shape
+    if longest < least:
+        raise ValueError(f"expected a {what} of at least {least} tokens, got {longest}")
     if lengths is None:
-        if longest < least:
-            raise ValueError(f"expected a {what} of at least {least} tokens, got {longest}")
         return jnp.full(batch, longest, jnp.int32)
     if lengths.shape != (batch,):
         raise ValueError(f"expected {what} lengths of shape ({batch},), got {lengths.shape}")
-    if isinstance(lengths, np.ndarray) and batch and (lengths.min() < least or lengths.max() > longest):
-        raise ValueError(f"expected {what} lengths from {least} to {longest}, got {lengths.min()} to {lengths.max()}")
+    if batch and not isinstance(lengths, jax.core.Tracer):
+        shortest_said, longest_said = np.min(np.asarray(lengths)), np.max(np.asarray(lengths))
+        if shortest_said < least or longest_said > longest:
+            raise ValueError(
+                f"expected {what} lengths from {least} to {longest}, got {shortest_said} to {longest_said}"
+            )
     return jnp.asarray(lengths, jnp.int32)

@@ -50,10 +50,19 @@ class Sampling:
             if not isinstance(value, jax.core.Tracer) and not np.all(holds(np.asarray(value))):
                 raise ValueError(f"expected {name} {wording}, got {value}")
 
+    def as_arrays(self, batch: int) -> "Sampling":
+        """The same, checked, with each number as an array of one dtype: to jit, 1 and 1.0 are two kinds of argument."""
+        self.check()
+        for name, value in vars(self).items():
+            if jnp.shape(value) not in ((), (batch,)):
+                raise ValueError(f"expected one {name} or {batch}, one a row, got an array of shape {jnp.shape(value)}")
+        return jax.tree.map(lambda value, like: jnp.asarray(value, jnp.result_type(type(like))), self, Sampling())
+
     def pick(self, logits: Float[Array, "B V"], keys: KeyArray) -> Int[Array, "B"]:
         """One token a row, each from its own key, so that a row's token does not depend on its neighbours."""
         temperature = self._column(self.temperature, jnp.float32)
-        scaled = logits / jnp.where(temperature > 0, temperature, 1)
+        # the likeliest at 0, so that a temperature near 0 sends the others to -inf and none to infinity
+        scaled = (logits - logits.max(axis=-1, keepdims=True)) / jnp.where(temperature > 0, temperature, 1)
         cuts = jnp.any(jnp.asarray(self.top_k) > 0) | jnp.any(jnp.asarray(self.top_p) < 1)
         # sorting a large vocabulary takes longer than a small model's step: only where a cut needs it
         kept = jax.lax.cond(cuts, self._cut, lambda scaled: scaled, scaled)

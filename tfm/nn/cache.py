@@ -116,6 +116,7 @@ def reorder(cache: Cache, parents: Int[Array, "B"]) -> Cache:
     `parents` index rows of the self-attention cache, so a beam may only move within its own source.
     """
     layers = tuple(
-        layer.replace(self_attention=jax.tree.map(lambda x: x[parents], layer.self_attention)) for layer in cache.layers
+        LayerCache(jax.tree.map(lambda x: x[parents], layer.self_attention), layer.cross_attention)
+        for layer in cache.layers
     )
-    return cache.replace(layers=layers, lengths=cache.lengths[parents])
+    return Cache(layers, cache.lengths[parents], cache.source_lengths)

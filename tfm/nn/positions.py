@@ -69,11 +69,10 @@ def relative_bucket(
     on all distances share the last. An encoder (`bidirectional`) splits them between past and future; in a decoder the
     future is masked anyway and shares bucket 0.
     """
+    distance, first = jnp.maximum(-offsets, 0), jnp.zeros_like(offsets)
     if bidirectional:
         num_buckets //= 2
-        first, distance = jnp.where(offsets > 0, num_buckets, 0), jnp.abs(offsets)
-    else:
-        first, distance = 0, jnp.maximum(-offsets, 0)
+        distance, first = jnp.abs(offsets), jnp.where(offsets > 0, num_buckets, 0)
     table = jnp.array(_distance_buckets(num_buckets, max_distance), offsets.dtype)
     return first + table[jnp.minimum(distance, max_distance)]
 

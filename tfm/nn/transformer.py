@@ -83,7 +83,7 @@ class DecoderLayer(Block):
         rotary_positions: Int[Array, "*B T"] | None,
         bias: Float[Array, "*B N T M"] | None,
         source: KeysValues | None,
-        source_visible: Visible | None,
+        source_visible: Visible,
         past: KeysValues | None = None,
         past_lengths: Int[Array, "B"] | None = None,
     ) -> tuple[Float[Array, "B T D"], KeysValues]:
@@ -94,14 +94,16 @@ class DecoderLayer(Block):
             nonlocal seen
             seen = self.self_attention.keys_values(x, rotary_positions)
             if past is not None:
+                assert past_lengths is not None
                 seen = caches.write(past, seen, past_lengths)
             return self.self_attention(x, seen, visible=visible, rotary_positions=rotary_positions, bias=bias)
 
-        def attend_source(x: Array) -> Array:
-            return self.cross_attention(x, source, visible=source_visible)
-
         x = self.residual(x, self.self_attention_norm, attend_self)
         if source is not None:
+
+            def attend_source(x: Array) -> Array:
+                return self.cross_attention(x, source, visible=source_visible)
+
             x = self.residual(x, self.cross_attention_norm, attend_source)
         x = self.residual(x, self.feed_forward_norm, self.feed_forward)
         assert seen is not None
@@ -263,7 +265,7 @@ class LanguageHead(nn.Module):
         if self.config.scale_logits:
             x *= 1 / math.sqrt(self.config.model_dim)
         if self.config.shared_embeddings == "none":
-            return self.output(x).astype(jnp.float32)
+            return self.output(x.astype(jnp.float32))  # a Linear returns the dtype it is given
         return self.target_embedding.logits(x)
 
     def decode_step(self, tokens: Int[Array, "B T"], cache: Cache) -> tuple[Float[Array, "B T V"], Cache]:
@@ -274,8 +276,11 @@ class LanguageHead(nn.Module):
         """
         sources = tuple(layer.cross_attention for layer in cache.layers)
         x, seen = self.decoder(self.embed(self.target_embedding, tokens), sources, cache.source_lengths, past=cache)
-        new_layers = tuple(layer.replace(self_attention=kept) for layer, kept in zip(cache.layers, seen, strict=True))
-        return self.logits(x), cache.replace(layers=new_layers, lengths=cache.lengths + tokens.shape[1])
+        new_layers = tuple(
+            LayerCache(self_attention=kept, cross_attention=layer.cross_attention)
+            for layer, kept in zip(cache.layers, seen, strict=True)
+        )
+        return self.logits(x), Cache(new_layers, cache.lengths + tokens.shape[1], cache.source_lengths)
 
     def start_cache(
         self,
