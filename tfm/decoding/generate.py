@@ -147,7 +147,7 @@ def _generate(
     return jax.lax.while_loop(lambda loop: active(loop.output).any(), advance, loop).output
 
 
-def _row_keys(key: KeyArray | None, batch: int) -> KeyArray:
+def _row_keys(key: KeyArray | None, batch: int) -> Array:
     """A key for each row; without one, keys that nothing will draw from."""
     if key is None:
         key = jax.random.key(0, impl="threefry2x32")
