@@ -479,6 +479,7 @@ def test_a_reader_that_goes_away_ends_it_quietly(trained):
     assert process.returncode == 141
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_signal_saves_says_how_to_go_on_and_going_on_works(trained, tmp_path, capsys, number, status):
     run = tmp_path / "a run"
