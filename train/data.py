@@ -90,7 +90,7 @@ def build_tokenizers(config: TokenizerConfig, examples: Examples) -> tuple[Token
     )
 
 
-def _tokenizer(file: str, texts: Iterable[str], kind: Any, vocab_size: int) -> Tokenizer:
+def _tokenizer(file: str, texts: Iterable[str], kind: str, vocab_size: int) -> Tokenizer:
     return Tokenizer.load(file) if file else Tokenizer.train(texts, kind=kind, vocab_size=vocab_size)
 
 
