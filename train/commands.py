@@ -135,7 +135,7 @@ def evaluate(arguments: argparse.Namespace) -> int:
     generated = [metric for metric in metrics if metric != "loss"]
     if generated:
         values |= evaluate_texts(model, examples, generated, max_tokens=max_tokens).metrics
-    signatures = {metric: text for metric in generated if (text := signature(metric))}
+    signatures = {metric: text for metric in generated if (text := signature(metric, examples.references))}
     split = " ".join(arguments.split)
     if arguments.json:
         _print_json(
