@@ -1,0 +1,387 @@
+import functools
+import inspect
+import itertools
+import typing
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from compile_counter import count_compilations
+from tiny_models import compiled_fast, random_ids, random_params, tiny_config, tiny_model
+from tolerances import assert_close, assert_same_bits
+
+from tfm.config import ModelConfig, Positions
+from tfm.decoding.inference import complete_inputs, decode_step, prefill
+from tfm.nn import layers
+from tfm.nn.cache import cache_bytes, init_cache, reorder
+
+S, T = 5, 6
+CAPACITY = 12
+SOURCE = random_ids(T, S, seed=1)
+TARGET = random_ids(T, T, seed=2)
+SOURCE_LENGTHS = np.array([5, 1, 3, 0, 4, 2], np.int32)
+PROMPT_LENGTHS = np.arange(1, T + 1, dtype=np.int32)
+"""One batch holds prompts of every length."""
+FURTHER_TOKENS = random_ids(T, CAPACITY, seed=3)
+
+
+def mixtures() -> list[ModelConfig]:
+    """Every pair of architecture, position kind, number of key/value heads and norm position, and other parts."""
+    configs = []
+    for i, positions in enumerate(typing.get_args(Positions)):
+        for j, kv_heads in enumerate((4, 2, 1)):
+            configs.append(
+                tiny_config(
+                    positions=positions,
+                    num_kv_heads=kv_heads,
+                    architecture=("encoder-decoder", "decoder-only")[(i + j) % 2],
+                    norm_position=("pre", "post")[(i // 2 + j // 2 + j) % 2],
+                    norm=("layernorm", "rmsnorm")[(i + j) // 2 % 2],
+                    gated=j == 1,
+                    use_bias=j != 2,
+                    shared_embeddings=("none", "target-output", "all")[(i + j) % 3],
+                    decoder_layers=1 + (j == 0),
+                )
+            )
+    return configs
+
+
+def name_of(config: ModelConfig) -> str:
+    return f"{config.architecture}-{config.positions}-{config.kv_heads}kv-{config.norm_position}"
+
+
+def test_the_mixtures_hold_every_pair():
+    rows = [(c.architecture, c.positions, c.kv_heads, c.norm_position) for c in mixtures()]
+    for one, other in itertools.combinations(range(4), 2):
+        every = itertools.product({row[one] for row in rows}, {row[other] for row in rows})
+        assert set(every) == {(row[one], row[other]) for row in rows}
+
+
+@functools.cache
+def full_logits(config: ModelConfig, dtype: str = "float32"):
+    """One forward pass over the whole target: what everything else is held against."""
+    model, params = tiny_model(config, dtype), random_params(config)
+    return np.asarray(jax.jit(model.apply)({"params": params}, SOURCE, SOURCE_LENGTHS, TARGET))
+
+
+def prompts_with_junk(seed=None):
+    """The first tokens of each target; behind them zeros, or random ids."""
+    junk = np.zeros_like(TARGET) if seed is None else random_ids(T, T, seed=seed)
+    return np.where(np.arange(T) < PROMPT_LENGTHS[:, None], TARGET, junk)
+
+
+def prefilled(config, dtype="float32", *, source=SOURCE, prompt=None):
+    prompt = prompts_with_junk() if prompt is None else prompt
+    return prefill(
+        tiny_model(config, dtype), random_params(config), source, SOURCE_LENGTHS, prompt, PROMPT_LENGTHS,
+        capacity=CAPACITY,
+    )  # fmt: skip
+
+
+def stepwise_logits(config, first_logits, cache, splits, dtype="float32"):
+    """The logits at every position from each row's last prompt token on; NaN before.
+
+    Rows whose target has run out go on with other tokens, as finished rows of a batch do.
+    """
+    model, params = tiny_model(config, dtype), random_params(config)
+    logits = np.full((T, CAPACITY, first_logits.shape[-1]), np.nan)
+    rows, at = np.arange(T), PROMPT_LENGTHS.copy()
+    logits[rows, at - 1] = first_logits[:, 0]
+    tokens = np.concatenate([TARGET, FURTHER_TOKENS], axis=1)
+    for split in splits:
+        columns = at[:, None] + np.arange(split)
+        step_logits, cache = decode_step(model, params, tokens[rows[:, None], columns], cache)
+        logits[rows[:, None], columns] = step_logits
+        at += split
+        assert cache.lengths.tolist() == (at + cached_source_lengths(config)).tolist()
+    return logits[:, :T]
+
+
+def cached_source_lengths(config):
+    return SOURCE_LENGTHS if config.architecture == "decoder-only" else 0
+
+
+def assert_agrees(stepwise, full, dtype="float32", times=1.0):
+    computed = ~np.isnan(stepwise)
+    assert computed[np.arange(T), PROMPT_LENGTHS - 1].all()
+    assert_close(stepwise[computed], full[computed], dtype=dtype, times=times)
+
+
+# Contract: cached equals uncached
+
+
+@pytest.mark.parametrize("config", mixtures(), ids=name_of)
+def test_prefill_and_steps_give_the_logits_of_the_full_forward(config):
+    with compiled_fast():
+        full = full_logits(config)
+        first, cache = prefilled(config)
+        assert first.shape == (T, 1, full.shape[-1])
+        for splits in ([1, 1, 1, 1, 1], [3, 1, 1], [1, 3, 1]):
+            assert_agrees(stepwise_logits(config, first, cache, splits), full)
+        # what lies in the padding, of source or prompt, changes nothing
+        junk_source = np.where(np.arange(S) < SOURCE_LENGTHS[:, None], SOURCE, random_ids(T, S, seed=8))
+        first, cache = prefilled(config, source=junk_source, prompt=prompts_with_junk(seed=9))
+        assert_agrees(stepwise_logits(config, first, cache, [1, 3, 1]), full)
+
+
+BOTH = [
+    tiny_config(positions="t5-bias", num_kv_heads=2),
+    tiny_config(architecture="decoder-only", positions="rope", num_kv_heads=2),
+]
+both_architectures = pytest.mark.parametrize("config", BOTH, ids=name_of)
+
+
+def tampered(cache, kind):
+    if kind == "all rows at the place of the longest":
+        return cache.replace(lengths=jnp.full_like(cache.lengths, cache.lengths.max()))
+    if kind == "one position too far":
+        return cache.replace(lengths=cache.lengths + 1)
+    if kind == "padding of the source visible":
+        return cache.replace(source_lengths=jnp.full_like(cache.source_lengths, S))
+    if kind == "neighbours mixed up":
+        return reorder(cache, jnp.roll(jnp.arange(T), 1)).replace(lengths=cache.lengths)
+    swapped = (cache.layers[1], *cache.layers[:1])
+    return cache.replace(layers=swapped)
+
+
+@both_architectures
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "all rows at the place of the longest",
+        "one position too far",
+        "padding of the source visible",
+        "neighbours mixed up",
+        "layers mixed up",
+    ],
+)
+def test_a_wrong_cache_is_noticed(config, kind):
+    """The control: each fault that a cache may have makes the comparison above fail."""
+    if config.architecture == "decoder-only" and "source" in kind:
+        pytest.skip("its source lies in the self-attention")
+    first, cache = prefilled(config)
+    stepwise = np.full((T, T, first.shape[-1]), np.nan)
+    stepwise[np.arange(T), PROMPT_LENGTHS - 1] = first[:, 0]
+    columns = np.minimum(PROMPT_LENGTHS, T - 1)
+    rows = np.arange(T - 1)  # the last row's target has run out
+    logits, _ = decode_step(
+        tiny_model(config), random_params(config), TARGET[np.arange(T), columns][:, None], tampered(cache, kind)
+    )
+    stepwise[rows, columns[:-1]] = logits[:-1, 0]
+    with pytest.raises(AssertionError, match="Not equal to tolerance"):
+        assert_agrees(stepwise, full_logits(config), times=100)
+
+
+@pytest.mark.parametrize("stream", ["float32", "bfloat16"])
+@both_architectures
+def test_in_bfloat16_they_agree_too(config, stream, monkeypatch):
+    """With a stream in float32, as on a CPU, and in bfloat16, as on an accelerator."""
+    monkeypatch.setattr(layers, "stream_dtype", lambda dtype: stream)
+    config = config.replace(norm_epsilon=2e-6 if stream == "float32" else 3e-6)  # so that each is traced anew
+    with compiled_fast():
+        full = full_logits(config, "bfloat16")
+        assert full.dtype == np.float32
+        first, cache = prefilled(config, "bfloat16")
+        assert cache.layers[0].self_attention.keys.dtype == stream
+        # logits are near 3 and have been through two layers
+        assert_agrees(stepwise_logits(config, first, cache, [1, 3, 1], "bfloat16"), full, dtype="bfloat16", times=2)
+        # and bfloat16 is near float32
+        assert_close(full, full_logits(config), dtype="bfloat16", times=8)
+        assert np.abs(full - full_logits(config)).max() > 1e-3
+
+
+@both_architectures
+def test_a_row_alone_and_in_wider_padding_gives_what_it_gives_in_a_batch(config):
+    model, params = tiny_model(config), random_params(config)
+    first, cache = prefilled(config)
+    following = FURTHER_TOKENS[:, :1]
+    second, _ = decode_step(model, params, following, cache)
+    for row in (0, 2, 3):
+        wide_source = np.zeros((1, S + 3), np.int32)
+        wide_source[:, :S] = SOURCE[row]
+        wide_prompt = random_ids(1, T + 2, seed=4)
+        wide_prompt[0, : PROMPT_LENGTHS[row]] = TARGET[row, : PROMPT_LENGTHS[row]]
+        lengths = SOURCE_LENGTHS[row : row + 1], PROMPT_LENGTHS[row : row + 1]
+        alone, alone_cache = prefill(model, params, wide_source, lengths[0], wide_prompt, lengths[1], capacity=20)
+        assert_close(alone[0], first[row])
+        assert_close(decode_step(model, params, following[row : row + 1], alone_cache)[0][0], second[row])
+
+
+@both_architectures
+def test_lengths_and_prompt_left_out_mean_all_real_and_the_start_token(config):
+    model, params = tiny_model(config), random_params(config)
+    start = np.full((T, 1), config.start_id, np.int32)
+    short, _ = prefill(model, params, SOURCE, capacity=CAPACITY)
+    long, _ = prefill(model, params, SOURCE, np.full(T, S, np.int32), start, np.ones(T, np.int32), capacity=CAPACITY)
+    assert_same_bits(short, long)
+    full = jax.jit(model.apply)({"params": params}, SOURCE, np.full(T, S), start)
+    assert_close(short, full)
+
+
+def test_what_is_projected_once_is_not_projected_again():
+    """After prefill, neither the encoder nor the projections of the source matter."""
+    config = BOTH[0]
+    model, params = tiny_model(config), random_params(config)
+    _, cache = prefilled(config)
+    without = jax.tree.map(lambda x: x, params)
+    without["encoder"] = jax.tree.map(lambda x: x * jnp.nan, params["encoder"])
+    without["source_embedding"] = jax.tree.map(lambda x: x * jnp.nan, params["source_embedding"])
+    for i in range(config.decoder_layers):
+        for part in ("key", "value"):
+            layer = without["decoder"][f"layer_{i}"]["cross_attention"]
+            layer[part] = jax.tree.map(lambda x: x * jnp.nan, layer[part])
+    tokens = FURTHER_TOKENS[:, :1]
+    assert_same_bits(decode_step(model, without, tokens, cache)[0], decode_step(model, params, tokens, cache)[0])
+
+
+# The cache as a value
+
+
+def bits(tree):
+    return [np.array(leaf, copy=True) for leaf in jax.tree.leaves(tree)]
+
+
+@both_architectures
+def test_a_cache_is_unchanged_and_continuations_branch_from_it(config):
+    model, params = tiny_model(config), random_params(config)
+    _, cache = prefilled(config)
+    before = bits(cache)
+    one, one_cache = decode_step(model, params, FURTHER_TOKENS[:, :1], cache)
+    other, other_cache = decode_step(model, params, FURTHER_TOKENS[:, 1:2], cache)
+    # one branch goes on and gives its memory away; the other and the stem still stand
+    _, gone_on = decode_step(model, params, FURTHER_TOKENS[:, 2:3], one_cache, donate_cache=True)
+    assert gone_on.lengths.tolist() == (cache.lengths + 2).tolist()
+    for now, was in zip(jax.tree.leaves(cache), before, strict=True):
+        assert_same_bits(now, was)
+    assert_same_bits(decode_step(model, params, FURTHER_TOKENS[:, :1], cache)[0], one)
+    assert_same_bits(decode_step(model, params, FURTHER_TOKENS[:, 1:2], cache)[0], other)
+    assert np.isfinite(decode_step(model, params, FURTHER_TOKENS[:, :1], other_cache)[0]).all()
+
+
+@both_architectures
+def test_a_donated_cache_is_deleted_and_gives_the_same(config):
+    model, params = tiny_model(config), random_params(config)
+    lengths, prompt_lengths = jnp.array(SOURCE_LENGTHS), jnp.array(PROMPT_LENGTHS)
+    _, cache = prefill(model, params, SOURCE, lengths, TARGET, prompt_lengths, capacity=CAPACITY)
+    kept, kept_cache = decode_step(model, params, FURTHER_TOKENS[:, :1], cache)
+    given, given_cache = decode_step(model, params, FURTHER_TOKENS[:, :1], cache, donate_cache=True)
+    assert all(leaf.is_deleted() for leaf in jax.tree.leaves([layer.self_attention for layer in cache.layers]))
+    assert_same_bits(given, kept)
+    for one, other in zip(*map(jax.tree.leaves, (given_cache, kept_cache)), strict=True):
+        assert_same_bits(one, other)
+    # what the caller passed to prefill is the caller's still
+    assert not lengths.is_deleted()
+    assert not prompt_lengths.is_deleted()
+
+
+@both_architectures
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_prefill_makes_as_many_bytes_as_were_said(config, dtype):
+    model = tiny_model(config, dtype)
+    cache = jax.eval_shape(lambda params: prefill(model, params, SOURCE, capacity=CAPACITY)[1], random_params(config))
+    # a decoder-only model's source lies in the same cache as its target
+    capacity = CAPACITY + (S if config.architecture == "decoder-only" else 0)
+    assert cache.capacity == capacity
+    assert cache_bytes(config, batch=T, source_length=S, capacity=capacity, dtype=layers.stream_dtype(dtype)) == sum(
+        leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(cache)
+    )
+
+
+@both_architectures
+def test_an_empty_cache_can_be_decoded_from(config):
+    """Without a source; for a decoder-only model that is the full forward of the target alone."""
+    model, params = tiny_model(config), random_params(config)
+    cache = init_cache(config, batch=T, source_length=S, capacity=CAPACITY)
+    logits, cache = decode_step(model, params, TARGET[:, :3], cache)
+    full = jax.jit(model.apply)({"params": params}, SOURCE, np.zeros(T, np.int32), TARGET[:, :3])
+    assert_close(logits, full)
+    assert cache.lengths.tolist() == [3] * T
+
+
+@both_architectures
+def test_reordered_rows_go_on_as_their_parents(config):
+    """Rows of one source, as in a beam."""
+    model, params = tiny_model(config), random_params(config)
+    source = np.repeat(SOURCE[:1], T, axis=0)
+    _, cache = prefill(model, params, source, None, TARGET, PROMPT_LENGTHS, capacity=CAPACITY)
+    parents = np.array([5, 0, 0, 3, 1, 2])
+    tokens = FURTHER_TOKENS[:, :1]
+    moved, _ = decode_step(model, params, tokens[parents], reorder(cache, jnp.array(parents)))
+    assert_close(moved, decode_step(model, params, tokens, cache)[0][parents])
+
+
+# Compilation
+
+
+@both_architectures
+def test_both_work_inside_a_callers_jit(config):
+    model, params = tiny_model(config), random_params(config)
+
+    @jax.jit
+    def two_steps(params, source, lengths, prompt, prompt_lengths):
+        logits, cache = prefill(model, params, source, lengths, prompt, prompt_lengths, capacity=CAPACITY)
+        return decode_step(model, params, logits.argmax(axis=-1).astype(jnp.int32), cache)[0]
+
+    first, cache = prefilled(config)
+    second, _ = decode_step(model, params, np.asarray(first.argmax(axis=-1), np.int32), cache)
+    inside = two_steps(params, SOURCE, SOURCE_LENGTHS, prompts_with_junk(), PROMPT_LENGTHS)
+    assert_close(inside, second)
+
+
+@both_architectures
+def test_lengths_contents_and_parameters_compile_nothing_again(config):
+    model, params = tiny_model(config), random_params(config)
+
+    def run(seed):
+        lengths = np.random.default_rng(seed).integers(1, S + 1, T).astype(np.int32)
+        source, prompt = random_ids(T, S, seed=seed), random_ids(T, T, seed=seed + 1)
+        changed = jax.tree.map(lambda x: np.asarray(x) * (1 + seed), params)
+        _, cache = prefill(model, changed, source, lengths, prompt, lengths, capacity=CAPACITY)
+        for step in range(4):
+            _, cache = decode_step(model, changed, prompt[:, step : step + 1], cache, donate_cache=True)
+
+    run(0)
+    with count_compilations() as compilations:
+        run(1)
+    assert compilations.count == 0, compilations.names
+
+
+# Errors
+
+
+@both_architectures
+def test_what_cannot_be_is_refused(config):
+    model, params = tiny_model(config), random_params(config)
+    run = functools.partial(prefill, model, params, capacity=CAPACITY)
+    lengths = np.full(T, 2, np.int32)
+    with pytest.raises(ValueError, match="expected source lengths from 0 to 5, got 2 to 6"):
+        run(SOURCE, np.append(lengths[1:], 6).astype(np.int32))
+    with pytest.raises(ValueError, match="expected source lengths from 0 to 5, got -1 to 2"):
+        run(SOURCE, jnp.append(lengths[1:], -1))
+    with pytest.raises(ValueError, match="expected prompt lengths from 1 to 6, got 0 to 2"):
+        run(SOURCE, lengths, TARGET, np.append(lengths[1:], 0).astype(np.int32))
+    with pytest.raises(ValueError, match="expected a prompt of at least 1 tokens, got 0"):
+        run(SOURCE, lengths, TARGET[:, :0])
+    with pytest.raises(ValueError, match="at most 16 tokens, got 17"):
+        run(random_ids(T, 17))
+    with pytest.raises(ValueError, match="at most 32 tokens, got 33"):
+        prefill(model, params, SOURCE, capacity=33)
+    with pytest.raises(ValueError, match="expected a prompt of at most 4 tokens, got 6"):
+        prefill(model, params, SOURCE, None, TARGET, capacity=4)
+
+
+def test_wrong_shapes_are_refused_by_name():
+    """Also where no annotation is checked."""
+    config = BOTH[0]
+    model, params = tiny_model(config), random_params(config)
+    check = inspect.unwrap(complete_inputs)
+    with pytest.raises(ValueError, match=r"expected source lengths of shape \(6,\), got \(4,\)"):
+        check(model, SOURCE, SOURCE_LENGTHS[:4], None, None)
+    with pytest.raises(ValueError, match="expected a prompt for each of 6 sources, got 4"):
+        check(model, SOURCE, None, TARGET[:4], None)
+    _, cache = prefilled(config)
+    with pytest.raises(ValueError, match="expected tokens for the cache's 6 rows, got 1"):
+        decode_step(model, params, TARGET[:1, :1], cache)
+    with pytest.raises(ValueError, match=r"expected at most 12 tokens \(the cache's capacity\), got 13"):
+        decode_step(model, params, random_ids(T, 13), cache)
