@@ -378,7 +378,7 @@ def _traceable(sampler: Sampler) -> Sampler:
     if any(np.ndim(number) for number in jax.tree.leaves(sampler)):
         raise ValueError(f"expected one number for all texts in each field of the sampler, got {sampler!r}")
 
-    def as_default(number: Array | float, default: float) -> np.ndarray:
+    def as_default(number: Array | float | int, default: float | int) -> np.ndarray:
         return np.asarray(number, np.int32 if isinstance(default, int) else np.float32)
 
     return jax.tree.map(as_default, sampler, type(sampler)())

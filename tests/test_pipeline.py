@@ -1,0 +1,405 @@
+"""Text in, text out: each answer is the model's own, whatever is asked beside it, and few shapes are compiled."""
+
+import concurrent.futures
+import functools
+import math
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from compile_counter import count_compilations
+
+import tfm
+from tfm import pipeline
+from tfm.config import ModelConfig, preset
+from tfm.decoding.sampling import Greedy, Sampling
+from tfm.nn.params import init_params
+from tfm.nn.transformer import build_model
+from tfm.pipeline import Answer, TextModel
+from tfm.tokenizer import Tokenizer
+
+WORDS = [*"abcdefghijkl"]
+TOKENIZER = Tokenizer.train([" ".join(WORDS)], kind="word", vocab_size=16)
+CONFIG = preset(
+    "tiny",
+    model_dim=16,
+    feed_forward_dim=16,
+    num_heads=2,
+    encoder_layers=1,
+    decoder_layers=1,
+    source_vocab_size=TOKENIZER.vocab_size,
+    target_vocab_size=TOKENIZER.vocab_size,
+    shared_embeddings="none",
+    max_source_length=70,
+    max_target_length=150,
+)
+ATOL_LOG_PROB = 1e-4  # float32, summed over up to 100 tokens, in products of different numbers of rows
+
+
+def make_params(config: ModelConfig = CONFIG, seed: int = 1) -> dict:
+    """Random parameters, scaled so that answers differ much, and that the end token comes in about half of them."""
+    params = init_params(build_model(config, dtype="float32"), jax.random.key(seed))
+    return jax.tree.map(lambda leaf: leaf * 2.5 if leaf.ndim == 2 else leaf, params)
+
+
+def make_model(config: ModelConfig = CONFIG, *, seed: int = 1, **options) -> TextModel:
+    return TextModel(config, make_params(config, seed), TOKENIZER, TOKENIZER, **{"dtype": "float32", **options})
+
+
+@pytest.fixture(scope="module")
+def model() -> TextModel:
+    return make_model()
+
+
+def random_texts(count: int, *, longest: int = 69, seed: int = 0) -> list[str]:
+    generator = random.Random(seed)
+    return [" ".join(generator.choices(WORDS, k=generator.randint(0, longest))) for _ in range(count)]
+
+
+def assert_equal(found: list[Answer], expected: list[Answer]) -> None:
+    for one, other in zip(found, expected, strict=True):
+        assert (one.text, one.tokens, one.finished) == (other.text, other.tokens, other.finished)
+        assert one.score == pytest.approx(other.score, abs=ATOL_LOG_PROB)
+
+
+# The right answer
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def whole_pass(model, params, *inputs):
+    return model.apply({"params": params}, *inputs)
+
+
+def without_cache(model: TextModel, text: str, max_tokens: int) -> Answer:
+    """Greedy search by a whole forward pass a token, without a cache, without padding of the source."""
+    source = jnp.array([[*TOKENIZER.encode(text), TOKENIZER.end_id]])
+    target, score = np.zeros((1, max_tokens + 1), int), 0.0
+    target[0, 0] = model.config.start_id
+    forward = functools.partial(whole_pass, model.model, model.params, source, jnp.array([source.shape[1]]))
+    for length in range(1, max_tokens + 1):
+        log_probs = jax.nn.log_softmax(forward(target)[0, length - 1])
+        token = int(log_probs.argmax())
+        score += float(log_probs[token])
+        if token == model.config.end_id:
+            return Answer(TOKENIZER.decode(target[0, 1:length]), score, target[0, 1:length].tolist(), finished=True)
+        target[0, length] = token
+    return Answer(TOKENIZER.decode(target[0, 1:]), score, target[0, 1:].tolist(), finished=False)
+
+
+@pytest.mark.parametrize("architecture", ["encoder-decoder", "decoder-only"])
+def test_answers_are_those_of_whole_forward_passes(architecture):
+    model = make_model(CONFIG.replace(architecture=architecture))
+    texts = ["", "a", "l k j", *random_texts(5)]
+    answers = model.generate(texts, max_tokens=12)
+    assert_equal(answers, [without_cache(model, text, 12) for text in texts])
+    assert {answer.finished for answer in answers} == {True, False}  # both kinds were put to the test
+
+
+def test_one_text_or_several(model):
+    texts = ["a b", "", "c"]
+    answers = model.generate(texts, max_tokens=5)
+    assert model(texts, max_tokens=5) == [answer.text for answer in answers]
+    assert model(iter(texts), max_tokens=5) == [answer.text for answer in answers]
+    assert [model(text, max_tokens=5) for text in texts] == [answer.text for answer in answers]
+    assert model([]) == []
+    assert model.generate([]) == []
+
+
+def test_a_limit_cuts_and_says_so(model):
+    texts = random_texts(30)
+    long, short = model.generate(texts, max_tokens=20), model.generate(texts, max_tokens=3)
+    assert any(answer.finished and len(answer.tokens) > 3 for answer in long)
+    for one, other in zip(long, short, strict=True):
+        assert other.tokens == one.tokens[:3]
+        assert other.finished == (one.finished and len(one.tokens) < 3)
+        assert len(one.tokens) + one.finished <= 20
+        assert one.finished or len(one.tokens) == 20
+        assert TOKENIZER.end_id not in one.tokens
+        assert one.score < 0
+
+
+TEXTS_BY_BUCKET = ["a", " ".join(["b"] * 20), " ".join(["c"] * 69)]
+
+
+def test_the_default_limit_follows_from_the_padded_source():
+    params = make_params()
+    params["decoder"]["norm"]["bias"] = params["decoder"]["norm"]["bias"].at[0].set(1.0)
+    params["output"]["weight"] = params["output"]["weight"].at[TOKENIZER.end_id, 0].set(-100.0)
+    endless = make_model().replace_params(params)
+    lengths = [len(answer.tokens) for answer in endless.generate(TEXTS_BY_BUCKET)]
+    assert lengths == [2 * 16 + 31, 2 * 32 + 31, 149]  # 149: the model's own limit
+    assert [len(answer.tokens) for answer in endless.generate(["a"], max_tokens=149)] == [149]
+
+
+# Neighbours
+
+
+def test_neighbours_and_order_change_nothing(model):
+    texts = random_texts(50)
+    alone = [answer for text in texts for answer in model.generate([text], max_tokens=30)]
+    assert len({answer.text for answer in alone}) > 10
+    order = random.Random(1).sample(range(50), 50)
+    together = model.generate([texts[i] for i in order], max_tokens=30)
+    assert_equal(together, [alone[i] for i in order])
+
+
+def test_a_drawn_answer_depends_on_its_seed_and_place_alone(model):
+    texts = random_texts(40, seed=3)
+    sampler = Sampling(temperature=1.5, top_p=0.95)
+    answers = model.generate(texts, max_tokens=15, sampler=sampler, seed=7)
+    assert_equal(model.generate(texts, max_tokens=15, sampler=sampler, seed=7), answers)
+    assert_equal(model.generate(texts[:9], max_tokens=15, sampler=sampler, seed=7), answers[:9])
+    neighbours = [*random_texts(30, seed=4), *texts[30:]]
+    assert_equal(model.generate(neighbours, max_tokens=15, sampler=sampler, seed=7)[30:], answers[30:])
+    others = model.generate(texts, max_tokens=15, sampler=sampler, seed=8)
+    assert sum(one.tokens == other.tokens for one, other in zip(answers, others, strict=True)) < 10
+    copies = model.generate([texts[0]] * 40, max_tokens=15, sampler=sampler, seed=7)
+    assert len({answer.text for answer in copies}) > 20
+
+
+def test_threads_get_their_own_answers():
+    model = make_model(CONFIG.replace(norm_epsilon=2e-6))  # nothing is compiled for this model yet: threads meet there
+    calls = [(random_texts(7, seed=seed), seed) for seed in range(12)]
+
+    def ask(call):
+        texts, seed = call
+        return model.generate(texts, max_tokens=10, sampler=Sampling(), seed=seed)
+
+    with concurrent.futures.ThreadPoolExecutor(6) as threads:
+        found = list(threads.map(ask, calls))
+    for answers, call in zip(found, calls, strict=True):
+        assert_equal(answers, ask(call))
+
+
+# Shapes and compilations
+
+
+@pytest.fixture
+def shapes(monkeypatch):
+    """The (rows, source length, capacity) of each batch that is run, in order."""
+    seen = []
+
+    def spy(model, params, source, *args, capacity):
+        seen.append((*source.shape, capacity))
+        return original(model, params, source, *args, capacity=capacity)
+
+    original = pipeline._generate_rows
+    monkeypatch.setattr(pipeline, "_generate_rows", spy)
+    return seen
+
+
+def test_shapes_are_buckets(model, shapes):
+    model(["a"] * 5)
+    model(["a b c"] * 3 + [" ".join(WORDS * 2)] * 2)
+    model(" ".join(["a"] * 69))
+    model("a", max_tokens=63)
+    model("a", max_tokens=64)
+    model("a", max_tokens=128)
+    assert shapes == [
+        (8, 16, 64), (2, 32, 96), (4, 16, 64), (1, 70, 150), (1, 16, 64), (1, 16, 128), (1, 16, 150),
+    ]  # fmt: skip
+
+
+def test_batches_stay_within_their_limits(shapes):
+    make_model(max_batch=4)(["a"] * 11, max_tokens=1)
+    assert shapes == [(4, 16, 64), (4, 16, 64), (4, 16, 64)]
+    shapes.clear()
+    make_model(max_batch_tokens=400)(["a"] * 6 + ["b " * 69] * 2, max_tokens=1)
+    assert shapes == [(1, 70, 150), (1, 70, 150), (4, 16, 64), (2, 16, 64)]
+
+
+def test_after_a_warmup_nothing_is_compiled():
+    config = CONFIG.replace(
+        norm_epsilon=3e-6, max_source_length=30, max_target_length=100
+    )  # one that no other test has
+    model, others = make_model(config, max_batch=4), make_params(config, seed=2)
+    texts = random_texts(30, longest=29)
+    with count_compilations() as compilations:
+        warm = model.warmup()
+    assert compilations.count == warm == 3 * 2  # 1, 2 or 4 rows; (source, capacity) are (16, 64) or (30, 92)
+    with count_compilations() as compilations:
+        for count, limit in ((1, 1), (2, 60), (3, None), (11, 5), (30, 63)):
+            model(texts[:count], max_tokens=limit)
+        model.replace_params(others)(texts)
+        TextModel(config, others, TOKENIZER, TOKENIZER, dtype="float32", max_batch=4)(texts)
+        assert model.warmup() == warm
+    assert compilations.count == 0, compilations.names
+
+
+def test_a_samplers_numbers_a_seed_and_a_limit_compile_nothing():
+    config = CONFIG.replace(norm_epsilon=4e-6, max_source_length=16, max_target_length=100)
+    model = make_model(config, max_batch=2)
+    texts = random_texts(7, longest=15)
+    with count_compilations() as compilations:
+        warm = model.warmup(sampler=Sampling(), max_tokens=99)
+    assert compilations.count == warm == 2 * 2  # 1 or 2 rows; a capacity of 64 or 100
+    samplers = [
+        Sampling(),
+        Sampling(temperature=1),
+        Sampling(temperature=0.3, top_k=3),
+        Sampling(0, 1, 1, 1),
+        Sampling(top_p=np.float64(0.5)),
+        Sampling(min_p=jnp.array(0.1)),
+    ]
+    with count_compilations() as compilations:
+        for seed, sampler in enumerate(samplers):
+            model(texts[: seed + 1], sampler=sampler, seed=seed, max_tokens=19 * seed + 1)
+        model("a", sampler=Sampling(), seed=2**32 - 1)
+    assert compilations.count == 0, compilations.names
+
+
+def test_a_warmup_may_be_for_less(shapes, model):
+    assert model.warmup(batch_sizes=[1, 7], source_lengths=[3, 9, 70]) == 4
+    assert sorted(shapes) == [(1, 16, 64), (1, 70, 150), (8, 16, 64), (8, 70, 150)]
+    shapes.clear()
+    assert make_model(max_batch=4).warmup(batch_sizes=[9], source_lengths=[1]) == 2
+    assert sorted(shapes) == [(1, 16, 64), (4, 16, 64)]
+    with pytest.raises(ValueError, match=r"source lengths from 1 to 70, got \[71\]"):
+        model.warmup(source_lengths=[71])
+    with pytest.raises(ValueError, match=r"batch sizes of at least 1, got \[0\]"):
+        model.warmup(batch_sizes=[0])
+
+
+# Parts and folders
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "auto"])
+def test_a_saved_model_answers_the_same(tmp_path, dtype):
+    model = make_model(dtype=dtype)
+    model.save(tmp_path / "model")
+    loaded = tfm.load(tmp_path / "model", dtype=dtype)
+    texts = random_texts(9)
+    assert loaded.config == CONFIG
+    assert loaded.generate(texts, max_tokens=10) == model.generate(texts, max_tokens=10)
+
+
+def test_parameters_in_half_the_bytes_answer_too(tmp_path):
+    half = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), make_params())
+    make_model().replace_params(half).save(tmp_path / "model")
+    loaded = tfm.load(tmp_path / "model", dtype="float32")
+    assert {leaf.dtype.name for leaf in jax.tree.leaves(loaded.params)} == {"bfloat16"}
+    answers = loaded.generate(random_texts(9), max_tokens=10)
+    assert all(math.isfinite(answer.score) and answer.score < 0 for answer in answers)
+
+
+def test_replaced_parameters_answer_for_themselves_only(model):
+    texts = random_texts(9)
+    before = model.generate(texts, max_tokens=10)
+    other = model.replace_params(make_params(seed=1))
+    assert_equal(other.generate(texts, max_tokens=10), make_model(seed=1).generate(texts, max_tokens=10))
+    assert_equal(model.generate(texts, max_tokens=10), before)
+    params = make_params()
+    params["target_embedding"]["weight"] = params["target_embedding"]["weight"][:-1]
+    with pytest.raises(ValueError, match=r"target_embedding\.weight: expected shape \(16, 16\), got \(15, 16\)"):
+        model.replace_params(params)
+
+
+WITHOUT_TRAINING = """
+import importlib.abc, sys
+import warnings; warnings.simplefilter("error")
+BLOCKED = {"orbax", "grain", "tyro", "train", "optax", "tensorboardX"}
+
+class Block(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path, target=None):
+        if name.partition(".")[0] in BLOCKED:
+            raise ImportError(f"{name} must not be imported")
+
+sys.meta_path.insert(0, Block())
+import tfm
+model = tfm.load(sys.argv[1])
+assert len(model.generate(["a b c"], max_tokens=3, sampler=tfm.Sampling())[0].tokens) <= 3
+for name in tfm.__all__:
+    getattr(tfm, name)
+for texts in ([b"a"], ["a", 3]):
+    try:
+        model(texts)
+    except ValueError as error:
+        print(error)
+print(*sorted(BLOCKED & {name.partition(".")[0] for name in sys.modules}))
+"""
+
+
+def test_needs_nothing_that_training_needs(tmp_path, model):
+    model.save(tmp_path / "model")
+    command = [sys.executable, "-c", WITHOUT_TRAINING, str(tmp_path / "model")]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parent.parent, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == ["expected a str as text 0, got bytes", "expected a str as text 1, got int", ""]
+
+
+def test_a_part_without_jax_does_not_load_it():
+    command = "import sys, tfm.config, tfm.tokenizer; print('jax' in sys.modules, tfm.ModelConfig.__name__)"
+    done = subprocess.run([sys.executable, "-c", command], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["False", "ModelConfig"]
+
+
+def test_every_name_that_is_promised_is_there():
+    assert sorted(tfm.__all__) == sorted(tfm._HOME_OF)
+    for name in tfm.__all__:
+        assert getattr(tfm, name).__module__ == tfm._HOME_OF[name] if name != "PRESETS" else tfm.PRESETS
+    assert set(tfm.__all__) <= set(dir(tfm))
+    with pytest.raises(AttributeError, match="no attribute 'laod'"):
+        _ = tfm.laod
+
+
+# What is wrong is said, before any work
+
+
+def test_a_text_that_is_too_long(model, shapes):
+    texts = ["a", "b " * 70, "c", "d " * 90]
+    with pytest.raises(ValueError, match=r"at most 70 tokens .*; text 1 has 71, text 3 has 91$"):
+        model(texts)
+    with pytest.raises(ValueError, match="and 2 more texts are too long"):
+        model(["b " * 70] * 7)
+    assert shapes == []
+
+
+def test_a_text_that_is_not_unicode(model, shapes):
+    with pytest.raises(ValueError, match="text 1 is not Unicode text"):
+        model(["a", "\udce4"])
+    assert shapes == []
+
+
+@pytest.mark.parametrize("max_tokens", [0, -1, 150, True])
+def test_a_limit_out_of_range(model, max_tokens):
+    with pytest.raises(ValueError, match=r"expected max_tokens from 1 to 149 .*, got"):
+        model("a", max_tokens=max_tokens)
+    with pytest.raises(ValueError, match=r"expected max_tokens from 1 to 149 .*, got"):
+        model.warmup(max_tokens=max_tokens)
+
+
+@pytest.mark.parametrize("seed", [-1, 2**32, True])
+def test_a_seed_out_of_range(model, seed):
+    with pytest.raises(ValueError, match="as seed, got"):
+        model("a", seed=seed)
+
+
+def test_a_sampler_out_of_range(model):
+    with pytest.raises(ValueError, match="expected top_p more than 0 and at most 1, got 0"):
+        model("a", sampler=Sampling(top_p=0.0))
+    with pytest.raises(ValueError, match="expected one number for all texts"):
+        model("a", sampler=Sampling(temperature=jnp.ones(1)))
+
+
+def test_one_text_where_several_are_expected(model):
+    with pytest.raises(ValueError, match="put it into a list"):
+        model.generate("abc", sampler=Greedy())
+
+
+@pytest.mark.parametrize("option", ["max_batch", "max_batch_tokens"])
+def test_a_batch_that_holds_nothing(option):
+    with pytest.raises(ValueError, match=f"expected {option} of at least 1, got 0"):
+        make_model(**{option: 0})
+
+
+def test_parts_that_do_not_belong_together():
+    with pytest.raises(ValueError, match=r"unknown decoder\.layer_0"):
+        TextModel(CONFIG.replace(architecture="decoder-only"), make_params(), TOKENIZER, TOKENIZER)
+    other = Tokenizer.train(["a"], kind="char", vocab_size=260)
+    with pytest.raises(ValueError, match="source tokenizer of at most 16 entries"):
+        TextModel(CONFIG, make_params(), other, TOKENIZER)
