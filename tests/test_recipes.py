@@ -129,3 +129,12 @@ def test_a_recipe_says_what_to_give_it(name):
     text = (Path(__file__).parent.parent / "train" / "recipes" / f"{name}.toml").read_text()
     assert f"tfm train {name}" in text
     assert text.startswith("# ")
+
+
+def test_nothing_tells_anyone_to_install_the_other_package_of_that_name():
+    """`tfm` on PyPI is a file manager; this distribution is `tfm-jax`."""
+    root = Path(__file__).parent.parent
+    files = [root / "README.md", root / "Makefile", *(root / "tfm").rglob("*.py"), *(root / "train").rglob("*.*")]
+    wrong = re.compile(r"pip install[^\n]*[ '\"]tfm(?![-\w/])(?! @)")
+    assert wrong.search("pip install tfm")
+    assert [file for file in files if file.suffix != ".pyc" and wrong.search(file.read_text(encoding="utf-8"))] == []
