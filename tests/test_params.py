@@ -1,0 +1,123 @@
+import itertools
+
+import jax
+import numpy as np
+import pytest
+from tiny_models import V, tiny_config, tiny_model
+from tolerances import assert_same_bits
+
+from tfm.config import ModelConfig, preset
+from tfm.nn.params import count_by_part, count_params, init_params, param_shapes
+
+
+def counted(config: ModelConfig) -> dict[str, int]:
+    """The entries of each part, from the sizes in the papers; written out, so that nothing is taken from the code."""
+    D, F, H = config.model_dim, config.feed_forward_dim, config.head_size
+    N, K, bias = config.num_heads, config.kv_heads, int(config.use_bias)
+    attention = (N * H * D + bias * N * H) + 2 * (K * H * D + bias * K * H) + (D * N * H + bias * D)
+    up = F * D + bias * F
+    feed_forward = (2 if config.gated else 1) * up + (D * F + bias * D)
+    norm = D + (D if config.norm == "layernorm" and config.use_bias else 0)
+    last_norm = norm if config.norm_position == "pre" else 0
+    positions = {"t5-bias": config.relative_buckets * N}.get(config.positions, 0)
+    source_max, target_max = config.max_source_length, config.max_target_length
+    two_sides = config.architecture == "encoder-decoder"
+
+    def learned(length):
+        return length * D if config.positions == "learned" else 0
+
+    parts = {"target_embedding": config.target_vocab_size * D}
+    if two_sides:
+        layer = attention + norm + feed_forward + norm
+        parts["encoder"] = config.encoder_layers * layer + last_norm + positions + learned(source_max)
+        layer = 2 * (attention + norm) + feed_forward + norm
+        parts["decoder"] = config.decoder_layers * layer + last_norm + positions + learned(target_max)
+        if config.shared_embeddings != "all":
+            parts["source_embedding"] = config.source_vocab_size * D
+    else:
+        layer = attention + norm + feed_forward + norm
+        parts["decoder"] = config.decoder_layers * layer + last_norm + positions + learned(source_max + target_max)
+    if config.shared_embeddings == "none":
+        parts["output"] = config.target_vocab_size * D
+    return parts
+
+
+@pytest.mark.parametrize(("name", "millions"), [("vaswani-base", 63), ("vaswani-big", 214)])
+def test_the_papers_models_have_the_papers_sizes(name, millions):
+    """Vaswani et al. 2017, table 3: 65 and 213 million, rounded there; 37,000 shared tokens, no final norms."""
+    config = preset(name)
+    shapes = param_shapes(config)
+    assert count_by_part(shapes) == counted(config)
+    assert round(count_params(shapes) / 1e6) == millions
+
+
+def test_the_papers_base_model_part_by_part_in_plain_numbers():
+    parts = count_by_part(param_shapes(preset("vaswani-base")))
+    attention, feed_forward, norm = 4 * (512 * 512 + 512), 512 * 2048 + 2048 + 2048 * 512 + 512, 2 * 512
+    assert parts == {
+        "target_embedding": 37_000 * 512,
+        "encoder": 6 * (attention + feed_forward + 2 * norm),
+        "decoder": 6 * (2 * attention + feed_forward + 3 * norm),
+    }
+
+
+@pytest.mark.parametrize("architecture", ["encoder-decoder", "decoder-only"])
+@pytest.mark.parametrize("shared", ["none", "target-output", "all"])
+@pytest.mark.parametrize("use_bias", [True, False])
+def test_every_option_has_the_count_of_its_formula(architecture, shared, use_bias):
+    for gated, norm, norm_position, kv_heads, positions in itertools.chain(
+        [(True, "layernorm", "pre", 2, "none"), (False, "rmsnorm", "post", 1, "learned")],
+        [(True, "rmsnorm", "pre", None, "t5-bias"), (False, "layernorm", "post", None, "rope")],
+    ):
+        config = tiny_config(
+            architecture=architecture, shared_embeddings=shared, use_bias=use_bias, gated=gated, norm=norm,
+            norm_position=norm_position, num_kv_heads=kv_heads, positions=positions, head_dim=6,
+        )  # fmt: skip
+        shapes = param_shapes(config)
+        assert count_by_part(shapes) == counted(config)
+        assert count_params(shapes) == sum(counted(config).values())
+
+
+@pytest.mark.parametrize("architecture", ["encoder-decoder", "decoder-only"])
+def test_parameters_are_float32_arrays_by_plain_names(architecture):
+    config = tiny_config(architecture=architecture, positions="t5-bias", gated=True)
+    params = init_params(tiny_model(config, "bfloat16"), jax.random.key(0))
+    shapes = param_shapes(config)
+    assert jax.tree.structure(params) == jax.tree.structure(shapes)
+    for (path, leaf), shape in zip(jax.tree.leaves_with_path(params), jax.tree.leaves(shapes), strict=True):
+        assert all(isinstance(step, jax.tree_util.DictKey) for step in path)
+        assert path[-1].key in ("weight", "bias", "scale")
+        assert leaf.dtype == shape.dtype == np.float32
+        assert leaf.shape == shape.shape
+        assert np.isfinite(leaf).all()
+    assert count_params(params) == count_params(shapes)
+
+
+def test_shapes_are_known_without_an_array():
+    """Of a model that fits no machine."""
+    huge = param_shapes(preset("big", model_dim=2**17, feed_forward_dim=2**19, num_heads=1024))
+    assert count_params(huge) > 10**12
+
+
+def test_the_same_key_makes_the_same_parameters_and_another_others():
+    model = tiny_model(tiny_config())
+    one, same, other = (init_params(model, jax.random.key(seed)) for seed in (0, 0, 1))
+    for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(same), strict=True):
+        assert_same_bits(a, b)
+    table = one["target_embedding"]["weight"]
+    assert table.shape == (V, 16)
+    assert (table != other["target_embedding"]["weight"]).any()
+    # no two matrices start alike
+    query, key = (one["decoder"]["layer_0"]["self_attention"][name]["weight"] for name in ("query", "key"))
+    assert (query != key).any()
+
+
+def test_weights_lie_out_in():
+    config = tiny_config(num_kv_heads=2, head_dim=6)
+    layer = param_shapes(config)["decoder"]["layer_0"]
+    assert layer["self_attention"]["query"]["weight"].shape == (4 * 6, 16)
+    assert layer["self_attention"]["key"]["weight"].shape == (2 * 6, 16)
+    assert layer["self_attention"]["output"]["weight"].shape == (16, 4 * 6)
+    assert layer["feed_forward"]["up"]["weight"].shape == (24, 16)
+    assert layer["feed_forward"]["down"]["weight"].shape == (16, 24)
+    assert param_shapes(config.replace(shared_embeddings="none"))["output"]["weight"].shape == (V, 16)
