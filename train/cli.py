@@ -41,6 +41,7 @@ usage: tfm COMMAND …
 tfm COMMAND --help says what each takes. Results go to standard output, all else to standard error.
 """
 
+
 class UsageError(ValueError):
     """Arguments that cannot be understood."""
 
