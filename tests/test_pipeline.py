@@ -94,7 +94,7 @@ def without_cache(model: TextModel, text: str, max_tokens: int) -> Answer:
 @pytest.mark.parametrize("architecture", ["encoder-decoder", "decoder-only"])
 def test_answers_are_those_of_whole_forward_passes(architecture):
     model = make_model(CONFIG.replace(architecture=architecture))
-    texts = ["", "a", "l k j", *random_texts(5)]
+    texts = ["", "a", *random_texts(4, longest=40)]
     answers = model.generate(texts, max_tokens=12)
     assert_equal(answers, [without_cache(model, text, 12) for text in texts])
     assert {answer.finished for answer in answers} == {True, False}  # both kinds were put to the test
@@ -111,7 +111,7 @@ def test_one_text_or_several(model):
 
 
 def test_a_limit_cuts_and_says_so(model):
-    texts = random_texts(30)
+    texts = random_texts(30, longest=15)
     long, short = model.generate(texts, max_tokens=20), model.generate(texts, max_tokens=3)
     assert any(answer.finished and len(answer.tokens) > 3 for answer in long)
     for one, other in zip(long, short, strict=True):
@@ -128,8 +128,10 @@ TEXTS_BY_BUCKET = ["a", " ".join(["b"] * 20), " ".join(["c"] * 69)]
 
 def test_the_default_limit_follows_from_the_padded_source():
     params = make_params()
-    params["decoder"]["norm"]["bias"] = params["decoder"]["norm"]["bias"].at[0].set(1.0)
-    params["output"]["weight"] = params["output"]["weight"].at[TOKENIZER.end_id, 0].set(-100.0)
+    # the first feature becomes positive everywhere, and says nothing but that no end comes
+    params["decoder"]["norm"]["bias"] = params["decoder"]["norm"]["bias"].at[0].set(10.0)
+    against_end = jnp.zeros(TOKENIZER.vocab_size).at[TOKENIZER.end_id].set(-100.0)
+    params["output"]["weight"] = params["output"]["weight"].at[:, 0].set(against_end)
     endless = make_model().replace_params(params)
     lengths = [len(answer.tokens) for answer in endless.generate(TEXTS_BY_BUCKET)]
     assert lengths == [2 * 16 + 31, 2 * 32 + 31, 149]  # 149: the model's own limit
@@ -140,21 +142,21 @@ def test_the_default_limit_follows_from_the_padded_source():
 
 
 def test_neighbours_and_order_change_nothing(model):
-    texts = random_texts(50)
+    texts = random_texts(40, longest=31)
     alone = [answer for text in texts for answer in model.generate([text], max_tokens=30)]
-    assert len({answer.text for answer in alone}) > 10
-    order = random.Random(1).sample(range(50), 50)
+    assert len({answer.text for answer in alone}) > 20
+    order = random.Random(1).sample(range(40), 40)
     together = model.generate([texts[i] for i in order], max_tokens=30)
     assert_equal(together, [alone[i] for i in order])
 
 
 def test_a_drawn_answer_depends_on_its_seed_and_place_alone(model):
-    texts = random_texts(40, seed=3)
+    texts = random_texts(40, longest=15, seed=3)
     sampler = Sampling(temperature=1.5, top_p=0.95)
     answers = model.generate(texts, max_tokens=15, sampler=sampler, seed=7)
     assert_equal(model.generate(texts, max_tokens=15, sampler=sampler, seed=7), answers)
     assert_equal(model.generate(texts[:9], max_tokens=15, sampler=sampler, seed=7), answers[:9])
-    neighbours = [*random_texts(30, seed=4), *texts[30:]]
+    neighbours = [*random_texts(30, longest=31, seed=4), *texts[30:]]
     assert_equal(model.generate(neighbours, max_tokens=15, sampler=sampler, seed=7)[30:], answers[30:])
     others = model.generate(texts, max_tokens=15, sampler=sampler, seed=8)
     assert sum(one.tokens == other.tokens for one, other in zip(answers, others, strict=True)) < 10
@@ -164,13 +166,13 @@ def test_a_drawn_answer_depends_on_its_seed_and_place_alone(model):
 
 def test_threads_get_their_own_answers():
     model = make_model(CONFIG.replace(norm_epsilon=2e-6))  # nothing is compiled for this model yet: threads meet there
-    calls = [(random_texts(7, seed=seed), seed) for seed in range(12)]
+    calls = [(random_texts(4, longest=15, seed=seed), seed) for seed in range(12)]
 
     def ask(call):
         texts, seed = call
         return model.generate(texts, max_tokens=10, sampler=Sampling(), seed=seed)
 
-    with concurrent.futures.ThreadPoolExecutor(6) as threads:
+    with concurrent.futures.ThreadPoolExecutor(4) as threads:
         found = list(threads.map(ask, calls))
     for answers, call in zip(found, calls, strict=True):
         assert_equal(answers, ask(call))
@@ -194,8 +196,8 @@ def shapes(monkeypatch):
 
 
 def test_shapes_are_buckets(model, shapes):
-    model(["a"] * 5)
-    model(["a b c"] * 3 + [" ".join(WORDS * 2)] * 2)
+    model(["a"] * 5, max_tokens=1)
+    model(["a b c"] * 3 + [" ".join(WORDS * 2)] * 2, max_tokens=1)
     model(" ".join(["a"] * 69))
     model("a", max_tokens=63)
     model("a", max_tokens=64)
@@ -273,7 +275,7 @@ def test_a_saved_model_answers_the_same(tmp_path, dtype):
     model = make_model(dtype=dtype)
     model.save(tmp_path / "model")
     loaded = tfm.load(tmp_path / "model", dtype=dtype)
-    texts = random_texts(9)
+    texts = random_texts(9, longest=15)
     assert loaded.config == CONFIG
     assert loaded.generate(texts, max_tokens=10) == model.generate(texts, max_tokens=10)
 
@@ -283,12 +285,12 @@ def test_parameters_in_half_the_bytes_answer_too(tmp_path):
     make_model().replace_params(half).save(tmp_path / "model")
     loaded = tfm.load(tmp_path / "model", dtype="float32")
     assert {leaf.dtype.name for leaf in jax.tree.leaves(loaded.params)} == {"bfloat16"}
-    answers = loaded.generate(random_texts(9), max_tokens=10)
+    answers = loaded.generate(random_texts(9, longest=15), max_tokens=10)
     assert all(math.isfinite(answer.score) and answer.score < 0 for answer in answers)
 
 
 def test_replaced_parameters_answer_for_themselves_only(model):
-    texts = random_texts(9)
+    texts = random_texts(9, longest=15)
     before = model.generate(texts, max_tokens=10)
     other = model.replace_params(make_params(seed=1))
     assert_equal(other.generate(texts, max_tokens=10), make_model(seed=1).generate(texts, max_tokens=10))
