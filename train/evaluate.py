@@ -60,7 +60,7 @@ def held_out_loss(
 
 def perplexity(nll: float) -> float:
     """exp(nll), infinite where a float cannot hold it."""
-    return math.exp(nll) if nll < 700 else math.inf
+    return math.inf if nll > 700 else math.exp(nll)
 
 
 def evaluate(
