@@ -46,7 +46,7 @@ types: $(VENV)/has-dev
 	$(bin)/mypy
 
 contracts: $(VENV)/has-dev
-	$(bin)/lint-imports
+	$(bin)/lint-imports --no-cache
 
 # The extra of the machine's accelerator: EXTRA=cuda12 for an older driver, tpu on a TPU.
 EXTRA ?= $(shell if command -v nvidia-smi >/dev/null 2>&1; then echo cuda13; \

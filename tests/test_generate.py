@@ -142,6 +142,17 @@ def test_each_row_has_its_own_limit(config):
 
 
 @both_architectures
+def test_padding_may_be_the_end_token_itself(config):
+    """As in vocabularies without a padding token: what is padded has not ended."""
+    params, limits = seeded_params(config), np.array([0, 1, 2, 3, MOST, 0], np.int32)
+    limited = run(config.replace(pad_id=config.end_id), params, max_tokens=limits)
+    other = run(config, params, max_tokens=limits)
+    assert limited.finished.tolist() == other.finished.tolist()
+    assert limited.lengths.tolist() == other.lengths.tolist()
+    assert not limited.finished[[0, 5]].any()
+
+
+@both_architectures
 def test_scores_are_the_models_own_whatever_the_sampler(config):
     """Sampled at another temperature and cut; scored as the full forward scores what came."""
     generation = run(config, sampler=Sampling(temperature=2.0, top_k=8), key=jax.random.key(0))

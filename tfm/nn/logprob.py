@@ -7,7 +7,7 @@ import numpy as np
 from tfm.axes import Array, Float, Int
 
 
-def label_log_probs(logits: Float[Array, "*B V"], labels: Int[Array, "*B"]) -> Float[Array, "*B"]:
+def label_log_probs(logits: Float[Array, "*B V"], labels: Int[Array | np.ndarray, "*B"]) -> Float[Array, "*B"]:
     """The log of softmax(logits)[label], in float32, without writing the whole softmax."""
     log_z, label_logits, _ = _summarise(logits, labels)
     return label_logits - log_z
@@ -15,7 +15,7 @@ def label_log_probs(logits: Float[Array, "*B V"], labels: Int[Array, "*B"]) -> F
 
 def smoothed_cross_entropy(
     logits: Float[Array, "B T V"],
-    labels: Int[Array, "B T"],
+    labels: Int[Array | np.ndarray, "B T"],
     *,
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
