@@ -1,6 +1,8 @@
 import functools
 import inspect
 import math
+import subprocess
+import sys
 
 import flax.struct
 import jax
@@ -15,6 +17,7 @@ from tolerances import assert_close, assert_same_bits
 from tfm.decoding import generate as generate_module
 from tfm.decoding.generate import generate
 from tfm.decoding.sampling import Greedy, Sampling
+from tfm.nn.cache import cache_bytes
 
 B, S, P = 6, 5, 3
 SOURCE = random_ids(B, S, seed=1)
@@ -360,6 +363,33 @@ def test_it_works_inside_a_callers_jit(config):
         # a limit that only the device knows is cut to the capacity
         assert np.max(np.asarray(call(1000, 0.7, jax.random.key(1)).lengths)) <= MOST
     assert compilations.count == 0, compilations.names
+
+
+@both_architectures
+def test_the_loop_holds_one_cache(config):
+    """Each step writes into the cache that the loop carries; a copy would double the memory and cost its bandwidth."""
+    config = config.replace(max_target_length=512)
+    lengths, keys = np.full(B, S, np.int32), jax.random.split(jax.random.key(0), B)
+    inputs = (SOURCE, lengths, np.ones((B, 1), np.int32), np.ones(B, np.int32), Greedy(), lengths, keys)
+    lowered = generate_module._generate.lower(tiny_model(config), random_params(config), *inputs, capacity=512)
+    cache = cache_bytes(config, batch=B, source_length=S, capacity=512)
+    assert cache / 2 < lowered.compile().memory_analysis().temp_size_in_bytes < 1.5 * cache
+
+
+def test_no_global_setting_is_changed():
+    """By importing and using the library; in a process of its own, because tests do change some."""
+    program = """if True:
+        import jax, numpy
+        before = dict(jax.config.values)
+        from tfm.config import ModelConfig
+        from tfm.decoding.generate import generate
+        from tfm.nn.params import init_params
+        from tfm.nn.transformer import build_model
+        model = build_model(ModelConfig(model_dim=8, num_heads=2, encoder_layers=1, decoder_layers=1))
+        generate(model, init_params(model, jax.random.key(0)), numpy.ones((1, 1), int), max_tokens=1)
+        assert dict(jax.config.values) == before
+    """
+    subprocess.run([sys.executable, "-W", "error", "-c", program], check=True)
 
 
 # Errors

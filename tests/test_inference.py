@@ -12,6 +12,7 @@ from tiny_models import compiled_fast, random_ids, random_params, tiny_config, t
 from tolerances import assert_close, assert_same_bits
 
 from tfm.config import ModelConfig, Positions
+from tfm.decoding import inference
 from tfm.decoding.inference import complete_inputs, decode_step, prefill
 from tfm.nn import layers
 from tfm.nn.cache import cache_bytes, init_cache, reorder
@@ -209,6 +210,30 @@ def test_a_row_alone_and_in_wider_padding_gives_what_it_gives_in_a_batch(config)
 
 
 @both_architectures
+def test_another_kernel_gives_the_same(config):
+    params = random_params(config)
+    results = []
+    for kernel in ("plain", "xla"):
+        model = tiny_model(config, kernel=kernel)
+        with compiled_fast():
+            first, cache = prefill(model, params, SOURCE, SOURCE_LENGTHS, TARGET, PROMPT_LENGTHS, capacity=CAPACITY)
+            second, cache = decode_step(model, params, FURTHER_TOKENS[:, :1], cache)
+            third, _ = decode_step(model, params, FURTHER_TOKENS[:, 1:4], cache)
+        results.append((first, second, third))
+    for plain, xla in zip(*results, strict=True):
+        assert_close(xla, plain)
+
+
+def test_a_decoder_only_model_needs_no_source_and_an_encoder_does():
+    empty = SOURCE[:, :0]
+    alone, cache = prefill(tiny_model(BOTH[1]), random_params(BOTH[1]), empty, capacity=CAPACITY)
+    assert cache.capacity == CAPACITY
+    assert np.isfinite(alone).all()
+    with pytest.raises(ValueError, match="expected a source of at least 1 tokens, got 0"):
+        prefill(tiny_model(BOTH[0]), random_params(BOTH[0]), empty, capacity=CAPACITY)
+
+
+@both_architectures
 def test_lengths_and_prompt_left_out_mean_all_real_and_the_start_token(config):
     model, params = tiny_model(config), random_params(config)
     start = np.full((T, 1), config.start_id, np.int32)
@@ -273,6 +298,17 @@ def test_a_donated_cache_is_deleted_and_gives_the_same(config):
     # what the caller passed to prefill is the caller's still
     assert not lengths.is_deleted()
     assert not prompt_lengths.is_deleted()
+
+
+@both_architectures
+def test_a_donated_step_copies_no_cache(config):
+    model, params = tiny_model(config), random_params(config)
+    cache = init_cache(config, batch=T, source_length=S, capacity=4096)
+    compiled = inference._decode_step_donating.lower(model, params, FURTHER_TOKENS[:, :1], cache).compile()
+    memory = compiled.memory_analysis()
+    all_bytes = cache_bytes(config, batch=T, source_length=S, capacity=4096)
+    assert memory.alias_size_in_bytes == all_bytes
+    assert memory.temp_size_in_bytes < all_bytes / 2
 
 
 @both_architectures
@@ -363,6 +399,8 @@ def test_what_cannot_be_is_refused(config):
         run(SOURCE, lengths, TARGET, np.append(lengths[1:], 0).astype(np.int32))
     with pytest.raises(ValueError, match="expected a prompt of at least 1 tokens, got 0"):
         run(SOURCE, lengths, TARGET[:, :0])
+    with pytest.raises(ValueError, match="expected at least 1 source, got 0"):
+        run(SOURCE[:0])
     with pytest.raises(ValueError, match="at most 16 tokens, got 17"):
         run(random_ids(T, 17))
     with pytest.raises(ValueError, match="at most 32 tokens, got 33"):

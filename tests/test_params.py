@@ -93,6 +93,14 @@ def test_parameters_are_float32_arrays_by_plain_names(architecture):
     assert count_params(params) == count_params(shapes)
 
 
+@pytest.mark.parametrize("architecture", ["encoder-decoder", "decoder-only"])
+def test_parameters_are_all_that_a_model_holds(architecture):
+    """No state beside them that a call could change."""
+    model = tiny_model(tiny_config(architecture=architecture))
+    one = jax.numpy.ones((1, 1), int)
+    assert set(jax.eval_shape(model.init, jax.random.key(0), one, one[0], one)) == {"params"}
+
+
 def test_shapes_are_known_without_an_array():
     """Of a model that fits no machine."""
     huge = param_shapes(preset("big", model_dim=2**17, feed_forward_dim=2**19, num_heads=1024))

@@ -62,6 +62,8 @@ def complete_inputs(
         ValueError: as `prefill`.
     """
     batch = source.shape[0]
+    if batch == 0:
+        raise ValueError("expected at least 1 source, got 0")
     if prompt is None:
         prompt = np.full((batch, 1), model.config.start_id, np.int32)
     if prompt.shape[0] != batch:
@@ -139,7 +141,7 @@ def _lengths(what: str, lengths: Array | np.ndarray | None, ids: Array | np.ndar
         return jnp.full(batch, longest, jnp.int32)
     if lengths.shape != (batch,):
         raise ValueError(f"expected {what} lengths of shape ({batch},), got {lengths.shape}")
-    if batch and not isinstance(lengths, jax.core.Tracer):
+    if not isinstance(lengths, jax.core.Tracer):
         shortest_said, longest_said = np.min(np.asarray(lengths)), np.max(np.asarray(lengths))
         if shortest_said < least or longest_said > longest:
             raise ValueError(

@@ -314,7 +314,7 @@ class EncoderDecoder(LanguageHead):
 
     def encode(self, source: Int[Array, "B S"], source_lengths: Int[Array, "B"]) -> Float[Array, "B S D"]:
         """One vector for each source token; those of padding are junk that nobody attends to."""
-        _check_length("source", source.shape[1], self.config.max_source_length)
+        _check_length("source", source.shape[1], self.config.max_source_length, least=1)
         shared = self.config.shared_embeddings == "all"
         embedding = self.target_embedding if shared else self.source_embedding
         return self.encoder(self.embed(embedding, source), source_lengths)
@@ -435,6 +435,8 @@ def build_model(config: ModelConfig, *, dtype: str = "auto", attention_kernel: K
     return kind(config, layers.compute_dtype(dtype), attention_kernel)
 
 
-def _check_length(what: str, length: int, most: int) -> None:
+def _check_length(what: str, length: int, most: int, least: int = 0) -> None:
     if length > most:
         raise ValueError(f"expected a {what} of at most {most} tokens, got {length}")
+    if length < least:
+        raise ValueError(f"expected a {what} of at least {least} tokens, got {length}")
