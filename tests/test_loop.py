@@ -20,6 +20,7 @@ from tiny_run import final_state, recorded_rows, tiny_config
 import tfm
 from tfm.nn.layers import compute_dtype
 from train import loop
+from train.checkpoint import Checkpoints
 from train.config import TrainConfig
 from train.loop import NonFiniteError, Outcome, train
 from train.progress import Reporter
@@ -260,6 +261,17 @@ def test_a_damaged_checkpoint_costs_steps_but_not_the_result(finished, tmp_path:
     assert listener.steps[0] == 21
     assert [path.name.partition("-")[0] for path in (tmp_path / "run" / "damaged").iterdir()] == [newest.name]
     assert_same_end(tmp_path / "run", folder / "run")
+
+
+def test_another_jax_goes_on_and_says_what_that_means(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    run(tiny_config(tmp_path), tmp_path, {1: signal.SIGTERM})
+    restore = Checkpoints.restore_latest
+    monkeypatch.setattr(
+        Checkpoints, "restore_latest", lambda *given: dataclasses.replace(restore(*given), jax_version="0.9")
+    )
+    outcome, listener = run(tiny_config(tmp_path), tmp_path, {5: signal.SIGTERM})
+    assert f"WARNING: the checkpoint is from jax 0.9, this is {jax.__version__}" in listener.text
+    assert outcome.step >= 5
 
 
 def test_stops_when_the_metric_gets_no_better(tmp_path: Path):

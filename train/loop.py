@@ -202,10 +202,13 @@ class _Session:
             steps_made=self._step - first_step,
             compilations=self._compilations.count,
         )
+        shapes = len(self._prepared.train.shapes)
         self._reporter.message(
             f"stopped at step {self._step:,}: {_words(outcome)}. The training step was compiled "
-            f"{outcome.compilations} times, for {len(self._prepared.train.shapes)} shapes"
+            f"{outcome.compilations} times, for {shapes} shapes"
         )
+        if outcome.compilations > shapes:
+            self._reporter.warn("the training step was compiled more than once for a shape, which only takes time")
         if outcome.exit_status:
             self._reporter.message(f"saved; to go on: tfm train --run {shlex.quote(str(self._folder.path))}")
         return outcome
@@ -216,8 +219,7 @@ class _Session:
             tell(note)
         device = jax.devices()[0]
         tell(
-            f"{count_params(self._state.params):,} parameters; {device.device_kind} ({device.platform}), "
-            f"{compute_dtype(config.dtype)}"
+            f"{count_params(self._state.params):,} parameters; on {device.device_kind} in {compute_dtype(config.dtype)}"
         )
         if self._step:
             tell(f"going on with {self._folder.path} at step {self._step:,} of {config.steps:,}")
