@@ -49,7 +49,7 @@ CASES = {
         rows=64, source_tokens=64, target_tokens=64,
     ),
     "tiny": TrainingCase(
-        model_dim=64, feed_forward_dim=128, num_heads=4, encoder_layers=2, decoder_layers=2, vocab_size=500,
+        model_dim=64, feed_forward_dim=128, num_heads=4, encoder_layers=1, decoder_layers=1, vocab_size=500,
         rows=8, source_tokens=16, target_tokens=16,
     ),
 }  # fmt: skip

@@ -28,8 +28,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     try:
         device = jax.devices()[0]
-    except RuntimeError as error:
-        print(f"nothing was run: JAX could not start a backend: {error}")
+    except (RuntimeError, AssertionError) as error:  # the latter where JAX_PLATFORMS asks for what is not installed
+        print(f"nothing was run: JAX could not start a backend: {error or 'none is installed for JAX_PLATFORMS'}")
         return NOTHING_RUN
     if device.platform == "cpu":
         print("nothing was run: JAX sees no accelerator here, only the CPU. The extras cuda13, cuda12 and tpu bring")

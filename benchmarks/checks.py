@@ -153,7 +153,7 @@ REVERSE_MODEL = ModelConfig(
 def reverse_batch(config: ModelConfig, random: np.random.Generator, *, rows: int, longest: int) -> Batch:
     """Random words of 1 to `longest` tokens, and the same backwards: what the checks train on."""
     words = [random.integers(4, config.source_vocab_size, length) for length in random.integers(1, longest + 1, rows)]
-    sources = [[*word, config.end_id] for word in words]
+    sources = [np.append(word, config.end_id) for word in words]
     return make_batch(sources, [word[::-1] for word in words], config, shape=(longest + 1, longest + 1))
 
 

@@ -4,6 +4,7 @@ python -m benchmarks.machine [--threads N]
 """
 
 import argparse
+import functools
 import json
 import sys
 import time
@@ -35,7 +36,7 @@ def matmul_rate(dtype: str, sizes: Sequence[int] = MATMUL_SIZES, *, repeats: int
     best = 0.0
     for size in sizes:
         a, b = (jax.random.normal(jax.random.key(seed), (size, size)).astype(dtype) for seed in (0, 1))
-        best = max(best, 2 * size**3 / _best_seconds(lambda a=a, b=b: product(a, b), repeats))
+        best = max(best, 2 * size**3 / _best_seconds(functools.partial(product, a, b), repeats))
     return best
 
 

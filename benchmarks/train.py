@@ -79,6 +79,8 @@ def measure(
                 worker = stack.enter_context(Worker(module, argument, python=python))
                 entries.append(Entry(library, worker, steps * case.tokens_per_step))
 
+        counts = {entry.worker.ready["parameters"] for entry in entries}
+        assert len(counts) == 1, f"not the same model: {counts} parameters"
         for number in range(1, rounds + 1):
             for entry in entries:
                 result = entry.worker.ask("run", steps=steps)
@@ -200,7 +202,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(json.dumps({"record": "machine", **describe_machine(threads)}), flush=True)
     try:
         dtypes = resolve_dtypes(options.dtype)
-        for arch in options.arch:
+        for arch in dict.fromkeys(options.arch):
             for record in measure(
                 arch, CASES[arch], dtypes, peer=options.peer, peer_python=options.peer_python, threads=threads,
                 rounds=options.rounds, steps=options.steps,

@@ -12,7 +12,7 @@ from benchmarks.cases import TrainingCase
 from benchmarks.worker import Handlers, peak_memory_bytes, serve
 from tfm.batch import Batch
 from tfm.config import ModelConfig
-from tfm.nn.layers import compute_dtype
+from tfm.nn.layers import Dtype, compute_dtype
 from tfm.nn.params import count_params
 from tfm.nn.transformer import build_model
 from train.config import LossConfig, OptimizerConfig, TokenizerConfig, TrainConfig
@@ -39,7 +39,7 @@ def model_config(case: TrainingCase) -> ModelConfig:
     )
 
 
-def train_config(case: TrainingCase, dtype: str) -> TrainConfig:
+def train_config(case: TrainingCase, dtype: Dtype) -> TrainConfig:
     """Plain Adam with a constant rate: nothing that a peer would not do too."""
     optimizer = OptimizerConfig(
         name="adamw", learning_rate=cases.LEARNING_RATE, schedule="constant", warmup_steps=0, clip_norm=0.0,
