@@ -42,7 +42,7 @@ def events_in(run_dir: Path) -> list[tuple[int, str, float | None]]:
 
 def text_reporter(**console) -> tuple[Reporter, io.StringIO]:
     shown = io.StringIO()
-    return Reporter(rich.console.Console(file=shown, width=120, **console)), shown
+    return Reporter(rich.console.Console(file=shown, **{"width": 120, **console})), shown
 
 
 def make_record(run_dir: Path, rows: list[dict], *, step: int = 0) -> None:
@@ -126,17 +126,18 @@ def test_lines_where_there_is_no_terminal(tmp_path: Path):
 
 
 def test_a_bar_on_a_terminal_that_leaves_the_cursor_alone(tmp_path: Path):
-    reporter, shown = text_reporter(force_terminal=True)
-    reporter.start(tmp_path, step=5, total_steps=1000)
+    reporter, shown = text_reporter(force_terminal=True, width=80)
+    reporter.start(tmp_path, step=5, total_steps=100_000)
     hide, show = "\x1b[?25l", "\x1b[?25h"
     # A process that is killed from now on leaves a terminal with a cursor.
     assert shown.getvalue().rfind(show) > shown.getvalue().rfind(hide)
-    reporter.step(6, train_row(6, tokens_per_second=700.0))
+    numbers = {"perplexity": 7.5, "learning_rate": 1e-3, "tokens_per_second": 123456.7, "padding_share": 0.123}
+    reporter.step(12_345, train_row(12_345, **numbers) | {"loss": 7.0})
     reporter.record(train_row(6))
     reporter.message("a message above the bar")
     reporter.close()
     text = shown.getvalue()
-    assert "6/1,000" in text
-    assert "loss 7.0000 · 700 tokens/s" in text
+    assert "12,345/100,000" in text
+    assert "loss 7.000 · 123,457 tokens/s · padding 12%" in text  # all of it, in 80 columns
     assert "a message above the bar" in text
-    assert "step 6/1,000 · loss" not in text  # the bar says it already
+    assert "step 6/100,000 · loss" not in text  # the bar says it already

@@ -29,6 +29,8 @@ _SHOWN = {
     "tokens_per_second": "{:,.0f} tokens/s",
     "padding_share": "padding {:.1%}",
 }
+_SHOWN_IN_BAR = {"loss": "loss {:.3f}", "tokens_per_second": "{:,.0f} tokens/s", "padding_share": "padding {:.0%}"}
+"""Fewer and shorter, so that step, bar and time left have room in 80 columns."""
 _NOT_METRICS = ("step", "split", "seconds", "samples")
 
 
@@ -70,8 +72,8 @@ class Reporter:
             self._write_board(row)
         if self._console.is_terminal:
             self._bar = rich.progress.Progress(
-                rich.progress.TextColumn("step {task.completed:,}/{task.total:,}"),
-                rich.progress.BarColumn(),
+                rich.progress.TextColumn("{task.completed:,}/{task.total:,}"),
+                rich.progress.BarColumn(bar_width=12),
                 rich.progress.TextColumn("{task.fields[status]}", markup=False),
                 rich.progress.TimeRemainingColumn(compact=True),
                 console=self._console,
@@ -84,7 +86,8 @@ class Reporter:
     def step(self, step: int, row: Row) -> None:
         """Moves the bar. `row` is what a row of this step would be; it is shown, not recorded."""
         if self._bar is not None:
-            self._bar.update(self._bar.task_ids[0], completed=step, status=" · ".join(_numbers(row)))
+            status = " · ".join(_formatted(row, _SHOWN_IN_BAR))
+            self._bar.update(self._bar.task_ids[0], completed=step, status=status)
 
     def record(self, row: Row) -> None:
         """Appends a row to the record, and shows it."""
@@ -164,9 +167,13 @@ def cut_back(path: Path, step: int) -> list[dict[str, Any]]:
     return [row for _, row in kept]
 
 
+def _formatted(row: Row, forms: Mapping[str, str]) -> list[str]:
+    return [form.format(row[key]) for key, form in forms.items() if row.get(key) is not None]
+
+
 def _numbers(row: Row) -> list[str]:
-    """The numbers of a row that are worth a place on the screen, in words."""
-    known = [form.format(row[key]) for key, form in _SHOWN.items() if row.get(key) is not None]
+    """The numbers of a row that are worth a place in a line, in words."""
+    known = _formatted(row, _SHOWN)
     if row.get("skipped"):
         known.append(f"{row['skipped']} steps skipped")
     if row.get("split") != "validation":
