@@ -24,10 +24,15 @@ SOURCE_LENGTHS = np.array([5, 2, 3], np.int32)
 ARCHITECTURES = ["encoder-decoder", "decoder-only"]
 
 
+@functools.cache
+def forward(config, dtype="float32", kernel="plain"):
+    return jax.jit(tiny_model(config, dtype, kernel).apply)
+
+
 def logits_of(config, params=None, *, source=SOURCE, lengths=SOURCE_LENGTHS, target=TARGET, kernel="plain"):
     params = random_params(config) if params is None else params
     with compiled_fast():
-        return np.asarray(jax.jit(tiny_model(config, kernel=kernel).apply)({"params": params}, source, lengths, target))
+        return np.asarray(forward(config, kernel=kernel)({"params": params}, source, lengths, target))
 
 
 # The papers' formulas
@@ -198,9 +203,7 @@ def test_own_logits_are_not_rounded_to_the_stream(monkeypatch):
     for shared in ("none", "target-output"):
         config = tiny_config(shared_embeddings=shared, norm_epsilon=4e-6)
         with compiled_fast():
-            logits = jax.jit(tiny_model(config, "bfloat16").apply)(
-                {"params": random_params(config)}, SOURCE, SOURCE_LENGTHS, TARGET
-            )
+            logits = forward(config, "bfloat16")({"params": random_params(config)}, SOURCE, SOURCE_LENGTHS, TARGET)
         assert logits.dtype == jnp.float32
         assert (np.asarray(logits) != np.asarray(logits.astype(jnp.bfloat16), np.float32)).any()
 
@@ -258,7 +261,7 @@ def test_an_encoder_sees_both_sides_but_no_padding(positions):
 
 @pytest.mark.parametrize("positions", ["sinusoidal", "learned", "rope", "t5-bias", "alibi", "none"])
 def test_an_encoder_knows_the_order_exactly_if_it_has_positions(positions):
-    config = tiny_config(positions=positions, encoder_layers=1)
+    config = tiny_config(positions=positions, decoder_layers=1)
     lengths = np.full(B, S, np.int32)
     reversed_ = logits_of(config, source=SOURCE[:, ::-1], lengths=lengths)
     forward = logits_of(config, lengths=lengths)
@@ -272,11 +275,10 @@ def test_an_encoder_knows_the_order_exactly_if_it_has_positions(positions):
         assert np.abs(reversed_ - forward).max() > 1e-2
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
-@pytest.mark.parametrize("norm", ["layernorm", "rmsnorm"])
+@pytest.mark.parametrize(("architecture", "norm"), [("encoder-decoder", "layernorm"), ("decoder-only", "rmsnorm")])
 def test_an_empty_row_has_finite_logits_and_gradients(architecture, norm):
     """As the last batch of an epoch has them: no source, no target, no weight."""
-    config = tiny_config(architecture=architecture, norm=norm, attention_dropout_rate=0.2)
+    config = tiny_config(architecture=architecture, norm=norm, attention_dropout_rate=0.2, decoder_layers=1)
     model, params = tiny_model(config), random_params(config)
     weights = np.array([[1.0], [1.0], [0.0]], np.float32)
 
@@ -295,11 +297,17 @@ def test_an_empty_row_has_finite_logits_and_gradients(architecture, norm):
 # Dropout
 
 
-@pytest.mark.parametrize("kind", ["threefry2x32", "rbg"])
-@pytest.mark.parametrize("rate", ["dropout_rate", "attention_dropout_rate", "feed_forward_dropout_rate"])
+@pytest.mark.parametrize(
+    ("rate", "kind"),
+    [
+        ("dropout_rate", "threefry2x32"),
+        ("attention_dropout_rate", "rbg"),
+        ("feed_forward_dropout_rate", "rbg"),
+    ],
+)
 def test_each_dropout_is_on_exactly_when_keys_are_passed(rate, kind):
     none = {"dropout_rate": 0.0, "attention_dropout_rate": 0.0, "feed_forward_dropout_rate": 0.0}
-    off = tiny_config(**none)
+    off = tiny_config(**none, decoder_layers=1)
     config = off.replace(**{rate: 0.3})
     model, params = tiny_model(config), random_params(off)
 
