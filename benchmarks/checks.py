@@ -23,9 +23,10 @@ from train.config import LossConfig, OptimizerConfig, TokenizerConfig, TrainConf
 from train.optimizer import make_optimizer
 from train.step import init_state, make_train_step
 
-TOLERANCES = {"float32": 1e-4, "bfloat16": 3e-2, "float16": 5e-3}
+TOLERANCES = {"float32": 1e-4, "bfloat16": 5e-2, "float16": 5e-3}
 """Largest difference from the float32 definition, as a share of the largest entry. Products of float32 are computed in
-full precision for this, not in the shorter formats that accelerators take by default."""
+full precision for this, not in the shorter formats that accelerators take by default. In bfloat16 (8 bits) one rounding
+is 0.004, and backends that also add up in bfloat16 were seen at 0.03; a wrong mask or scale is off by 0.1 and more."""
 
 
 @dataclasses.dataclass(frozen=True)

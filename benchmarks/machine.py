@@ -1,6 +1,6 @@
 """What the machine can do at best, measured: the floor that stands beside every other figure.
 
-python -m benchmarks.machine [--threads N]
+Run as `python -m benchmarks.machine [--threads N]`.
 """
 
 import argparse
