@@ -37,7 +37,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return NOTHING_RUN
 
     began = time.perf_counter()
-    print(f"{device.device_kind} ({" ".join(device.client.platform_version.split())}), jax {jax.__version__}; one device is used")
+    platform = " ".join(device.client.platform_version.split())
+    print(f"{device.device_kind} ({platform}), jax {jax.__version__}; one device is used")
     failed = report(checks.check_attention(checks.ATTENTION_CASES, kernels(device), dtypes(device)))
     failed += report(checks.check_training(steps=200, loss_limit=0.1, right_share=0.95))
     failed += report(benchmark(device))
