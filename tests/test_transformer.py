@@ -329,7 +329,7 @@ def test_every_place_drops_by_its_own_key(architecture, monkeypatch):
     keys = []
 
     def note(x, rate, key):
-        keys.append((rate, jax.random.key_data(key).tobytes()))
+        jax.debug.callback(lambda data: keys.append((rate, data.tobytes())), jax.random.key_data(key))
         return x
 
     monkeypatch.setattr(layers, "dropout", note)
@@ -339,7 +339,9 @@ def test_every_place_drops_by_its_own_key(architecture, monkeypatch):
     params = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), param_shapes(config))
     model = build_model(config, dtype="float32")
     inputs = [jnp.array(x) for x in (SOURCE, SOURCE_LENGTHS, TARGET)]
-    model.apply({"params": params}, *inputs, rngs={"dropout": jax.random.key(0)})
+    with compiled_fast():
+        jax.jit(lambda key: model.apply({"params": params}, *inputs, rngs={"dropout": key}))(jax.random.key(0))
+    jax.effects_barrier()
     stacks = [(1, 1, 2), (2, 2, 3)] if architecture == "encoder-decoder" else [(2, 1, 2)]
     rates = [rate for rate, _ in keys]
     assert rates.count(0.1) == sum(1 + num_layers * sublayers for num_layers, _, sublayers in stacks)
@@ -354,9 +356,9 @@ def test_a_sublayers_dropout_falls_on_its_output(monkeypatch):
     config = tiny_config(dropout_rate=0.5)
     params = random_params(config)
     inputs = [jnp.array(x) for x in (SOURCE, SOURCE_LENGTHS, TARGET)]
-    logits = build_model(config, dtype="float32").apply(
-        {"params": params}, *inputs, rngs={"dropout": jax.random.key(0)}
-    )
+    with compiled_fast():
+        run = jax.jit(lambda key: tiny_model(config).apply({"params": params}, *inputs, rngs={"dropout": key}))
+        logits = run(jax.random.key(0))
     left = params["decoder"]["norm"]["bias"] @ params["target_embedding"]["weight"].T
     assert_close(logits, jnp.broadcast_to(left, logits.shape))
 
