@@ -14,14 +14,28 @@ from collections.abc import Callable
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from jax.experimental.layout import Layout, with_layout_constraint
 
 from tfm.axes import Array, Float, Int, KeyArray
 from tfm.config import Activation, ModelConfig
 
 Dtype = typing.Literal["float32", "bfloat16"]
 
+@jax.custom_vjp
+def relu(x: Float[Array, "*B"]) -> Float[Array, "*B"]:
+    """max(x, 0). The gradient looks at the result, which the next layer keeps anyway, so that x itself can go."""
+    return jnp.maximum(x, 0)
+
+
+def _relu_fwd(x: Array) -> tuple[Array, Array]:
+    y = jnp.maximum(x, 0)
+    return y, y
+
+
+relu.defvjp(_relu_fwd, lambda y, gradient: (jnp.where(y > 0, gradient, 0),))
+
 ACTIVATIONS: dict[Activation, Callable[[Array], Array]] = {
-    "relu": jax.nn.relu,
+    "relu": relu,
     "gelu": functools.partial(jax.nn.gelu, approximate=True),
     "silu": jax.nn.silu,
 }
@@ -72,16 +86,36 @@ def _project_bwd(dtype: Dtype, saved: tuple[Array, ...], gradient: Array) -> tup
     gradient = gradient.astype(dtype)
     x_gradient = jnp.einsum("...o,oi->...i", gradient, weight, preferred_element_type=jnp.float32)
     rows, gradient_rows = x.reshape(-1, x.shape[-1]), gradient.reshape(-1, gradient.shape[-1])
-    if weight.shape[0] > weight.shape[1]:
-        weight_gradient = _sum_of_outer_products(rows, gradient_rows).T
-    else:
-        weight_gradient = _sum_of_outer_products(gradient_rows, rows)
+    weight_gradient = jax.lax.platform_dependent(
+        gradient_rows, rows, cpu=_sum_of_outer_products_on_cpu, default=_sum_of_outer_products
+    )
     return x_gradient.astype(x_like.dtype), weight_gradient.astype(weight_like.dtype)
 
 
 def _sum_of_outer_products(left: Array, right: Array) -> Array:
     """The transposed left times the right: [rows, m] and [rows, n] give [m, n]."""
     return jax.lax.dot_general(left, right, (((0,), (0,)), ((), ())), preferred_element_type=jnp.float32)
+
+
+def _sum_of_outer_products_on_cpu(left: Array, right: Array) -> Array:
+    """The same, as XLA's CPU backend makes it fastest: the narrower factor is the one that is transposed in memory.
+
+    Low-precision products also want the summed axis last on the left; otherwise both factors are copied to float32 and
+    multiplied in it. Pinned, because XLA would fold a plain transpose into the product again.
+    """
+    if left.shape[1] > right.shape[1]:
+        return _sum_of_outer_products_on_cpu(right, left).T
+    if left.dtype == jnp.float32:
+        return _sum_of_outer_products(left, right)
+    product = jax.lax.dot_general(
+        _row_major(left.T), right, (((1,), (0,)), ((), ())), preferred_element_type=jnp.float32
+    )
+    return _row_major(product)
+
+
+def _row_major(x: Array) -> Array:
+    """Has the matrix lie in memory row after row."""
+    return with_layout_constraint(x, Layout((0, 1)))
 
 
 project.defvjp(_project_fwd, _project_bwd)
@@ -114,15 +148,49 @@ class Norm(nn.Module):
     @nn.compact
     def __call__(self, x: Float[Array, "*B D"]) -> Float[Array, "*B D"]:
         config = self.config
-        per_feature = (1,) * (x.ndim - 1) + (-1,)
-        scale = self.param("scale", nn.initializers.ones, (x.shape[-1],)).reshape(per_feature)
-        y = x.astype(jnp.float32)
-        if config.norm == "layernorm":
-            y -= y.mean(axis=-1, keepdims=True)
-        y = y * jax.lax.rsqrt(jnp.square(y).mean(axis=-1, keepdims=True) + config.norm_epsilon) * scale
+        features = (x.shape[-1],)
+        scale = self.param("scale", nn.initializers.ones, features)
+        y = normalize(x, scale, config.norm == "layernorm", config.norm_epsilon)
         if config.norm == "layernorm" and config.use_bias:
-            y += self.param("bias", nn.initializers.zeros, (x.shape[-1],)).reshape(per_feature)
+            y += self.param("bias", nn.initializers.zeros, features).reshape((1,) * (x.ndim - 1) + features)
         return y.astype(x.dtype)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
+def normalize(
+    x: Float[Array, "*B D"], scale: Float[Array, "D"], center: bool, epsilon: float
+) -> Float[Array, "*B D"]:
+    """Divides each vector, less its mean if `center`, by its root mean square, and multiplies by scale: in float32.
+
+    The gradient is written out: it keeps x and two numbers a vector, where JAX's own keeps several arrays of x's size.
+    With x̂ the normalized vector and h = gradient · scale it is  (h - mean(h) - x̂ · mean(h · x̂)) / rms.
+    """
+    return _normalize_fwd(x, scale, center, epsilon)[0]
+
+
+def _normalize_fwd(x: Array, scale: Array, center: bool, epsilon: float) -> tuple[Array, tuple[Array, ...]]:
+    x32 = x.astype(jnp.float32)
+    mean = x32.mean(axis=-1, keepdims=True) if center else jnp.zeros((*x.shape[:-1], 1), jnp.float32)
+    inverse_rms = jax.lax.rsqrt(jnp.square(x32 - mean).mean(axis=-1, keepdims=True) + epsilon)
+    return (x32 - mean) * inverse_rms * _per_feature(scale, x), (x, scale, mean, inverse_rms)
+
+
+def _normalize_bwd(center: bool, epsilon: float, saved: tuple[Array, ...], gradient: Array) -> tuple[Array, Array]:
+    x, scale, mean, inverse_rms = saved
+    normalized = (x.astype(jnp.float32) - mean) * inverse_rms
+    scaled = gradient * _per_feature(scale, x)
+    x_gradient = scaled - normalized * (scaled * normalized).mean(axis=-1, keepdims=True)
+    if center:
+        x_gradient -= scaled.mean(axis=-1, keepdims=True)
+    scale_gradient = (gradient * normalized).sum(axis=tuple(range(x.ndim - 1)))
+    return (x_gradient * inverse_rms).astype(x.dtype), scale_gradient.astype(scale.dtype)
+
+
+normalize.defvjp(_normalize_fwd, _normalize_bwd)
+
+
+def _per_feature(scale: Array, x: Array) -> Array:
+    return scale.astype(jnp.float32).reshape((1,) * (x.ndim - 1) + (-1,))
 
 
 class FeedForward(nn.Module):
