@@ -62,7 +62,7 @@ def measure_decoding(
         made = jax.device_get(
             generate(
                 model, params, source, max_tokens=max_tokens, sampler=GreedyWithoutEnd(config.end_id),
-                capacity=new_tokens + 1,
+                capacity=new_tokens,
             )
         )  # fmt: skip
         elapsed = time.perf_counter() - start

@@ -36,9 +36,8 @@ def test_cache_bytes_are_those_of_the_arrays_and_of_the_formula(name, dtype):
     said = cache_bytes(config, batch=B, source_length=S, capacity=C, dtype=dtype)
     assert said == nbytes(cache)
     # 2 · (B·W·C + B·S) · K · H · L · bytes, and the lengths, one int32 a row for each side
-    source_positions = 0 if config.architecture == "decoder-only" else B * S
     heads = config.kv_heads * config.head_size
-    assert said == 2 * (B * C + source_positions) * heads * 3 * jnp.dtype(dtype).itemsize + 2 * B * 4
+    assert said == 2 * (B * C + B * S) * heads * 3 * jnp.dtype(dtype).itemsize + 2 * B * 4
 
 
 def test_all_beams_of_a_row_share_its_source():
@@ -46,11 +45,18 @@ def test_all_beams_of_a_row_share_its_source():
     assert four - one == 3 * B * (2 * C * 2 * 4 * 3 * 4 + 4)  # three more target sides, and lengths, a row
 
 
+def test_without_an_encoder_each_beam_has_a_source_of_its_own():
+    config = CONFIGS["decoder-only"]
+    one, four = (cache_bytes(config, batch=B, source_length=S, capacity=C, beams=beams) for beams in (1, 4))
+    lengths = 2 * B * 4
+    assert four - lengths - 3 * B * 4 == 4 * (one - lengths)
+
+
 def test_a_decoder_only_cache_is_the_textbooks_size():
     """2 · batch · length · heads · head size · layers · bytes."""
     config = ModelConfig(architecture="decoder-only", model_dim=512, num_heads=8, decoder_layers=6)
     lengths = 2 * 32 * 4
-    said = cache_bytes(config, batch=32, source_length=999, capacity=256, dtype="bfloat16")
+    said = cache_bytes(config, batch=32, source_length=100, capacity=156, dtype="bfloat16")
     assert said == 2 * 32 * 256 * 8 * 64 * 6 * 2 + lengths
 
 
@@ -67,11 +73,12 @@ def test_an_empty_cache_lies_heads_before_positions(name):
     config = CONFIGS[name]
     cache = init_cache(config, batch=B, source_length=S, capacity=C, dtype="bfloat16")
     assert len(cache.layers) == 3
-    assert cache.capacity == C
+    length = S + C if config.architecture == "decoder-only" else C
+    assert cache.capacity == length
     assert cache.lengths.tolist() == cache.source_lengths.tolist() == [0] * B
     for layer in cache.layers:
         for array in jax.tree.leaves(layer.self_attention):
-            assert array.shape == (B, config.kv_heads, C, config.head_size)
+            assert array.shape == (B, config.kv_heads, length, config.head_size)
             assert array.dtype == jnp.bfloat16
         if config.architecture == "decoder-only":
             assert layer.cross_attention is None

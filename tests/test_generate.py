@@ -24,7 +24,7 @@ SOURCE = random_ids(B, S, seed=1)
 SOURCE_LENGTHS = np.array([5, 1, 3, 4, 4, 2], np.int32)
 PROMPT_LENGTHS = np.array([1, 3, 2, 1, 2, 3], np.int32)
 CAPACITY = 16
-MOST = CAPACITY - 1
+MOST = CAPACITY  # with a prompt of one token: the last token is never read
 CONFIGS = [
     tiny_config(positions="t5-bias", num_kv_heads=2, shared_embeddings="none", decoder_layers=1),
     tiny_config(positions="rope", architecture="decoder-only", pad_id=9, shared_embeddings="none", decoder_layers=1),
@@ -73,12 +73,14 @@ def by_hand(config, pick, *, prompt=None, prompt_lengths=None, limits=None):
     """The loop that one would write first: the whole forward pass for each token, row after row."""
     prompt = np.full((B, 1), config.start_id) if prompt is None else prompt
     prompt_lengths = np.ones(B, np.int32) if prompt_lengths is None else prompt_lengths
-    limits = np.full(B, CAPACITY - prompt.shape[1]) if limits is None else limits
-    target = np.zeros((B, CAPACITY), np.int32)
+    num_new = CAPACITY + 1 - prompt.shape[1]
+    limits = np.full(B, num_new) if limits is None else limits
+    target = np.zeros((B, CAPACITY + 1), np.int32)
     target[:, : prompt.shape[1]] = prompt
     tokens, scores = [[] for _ in range(B)], np.zeros(B)
-    for step in range(CAPACITY - prompt.shape[1]):
-        logits = full_forward(config, CAPACITY)({"params": seeded_params(config)}, SOURCE, SOURCE_LENGTHS, target)
+    for step in range(num_new):
+        target_in = target[:, :CAPACITY]
+        logits = full_forward(config, CAPACITY)({"params": seeded_params(config)}, SOURCE, SOURCE_LENGTHS, target_in)
         for row in range(B):
             if len(tokens[row]) == limits[row] or tokens[row][-1:] == [config.end_id]:
                 continue
@@ -101,7 +103,7 @@ def assert_is(generation, tokens, scores, config):
         assert generation.tokens[row, :length].tolist() == expected
         assert (generation.tokens[row, length:] == config.pad_id).all()
         assert generation.finished[row] == (expected[-1:] == [config.end_id])
-    assert_close(generation.scores, scores, times=10)  # a sum of up to 15
+    assert_close(generation.scores, scores, times=10)  # a sum of up to 16
 
 
 # What comes out
@@ -118,15 +120,15 @@ def test_greedy_is_the_argmax_of_the_full_forward(config):
 
 @both_architectures
 def test_prompts_of_different_lengths_are_continued(config):
-    prompt, limits = prompt_of(config), np.array([13, 13, 5, 13, 0, 1])
-    generation = run(config, prompt=prompt, prompt_lengths=PROMPT_LENGTHS, max_tokens=np.minimum(limits, 13))
-    assert generation.tokens.shape == (B, CAPACITY - P)
+    prompt, limits = prompt_of(config), np.array([14, 14, 5, 13, 0, 1])
+    generation = run(config, prompt=prompt, prompt_lengths=PROMPT_LENGTHS, max_tokens=limits)
+    assert generation.tokens.shape == (B, CAPACITY + 1 - P)
     # by hand, the junk behind a short prompt is overwritten by what is generated
     tokens, scores = by_hand(config, greedy, prompt=prompt, prompt_lengths=PROMPT_LENGTHS, limits=limits)
     assert_is(generation, tokens, scores, config)
     # and what lies behind a prompt is not read
     junk = np.where(np.arange(P) < PROMPT_LENGTHS[:, None], prompt, random_ids(B, P, seed=11))
-    again = run(config, prompt=junk, prompt_lengths=PROMPT_LENGTHS, max_tokens=np.minimum(limits, 13))
+    again = run(config, prompt=junk, prompt_lengths=PROMPT_LENGTHS, max_tokens=limits)
     assert_same_bits(again.tokens, generation.tokens)
 
 
@@ -286,7 +288,7 @@ def test_bfloat16_generates_what_it_scores():
         logits = jax.jit(model.apply)({"params": seeded_params(config)}, SOURCE, SOURCE_LENGTHS, target)
     log_probs = np.take_along_axis(np.asarray(jax.nn.log_softmax(logits)), np.asarray(generation.tokens)[..., None], -1)
     real = np.arange(MOST) < np.asarray(generation.lengths)[:, None]
-    # each of up to 15 terms may be off by the tolerance of a logit
+    # each of up to 16 terms may be off by the tolerance of a logit
     assert_close(generation.scores, (log_probs[..., 0] * real).sum(axis=-1), dtype="bfloat16", times=4)
 
 
@@ -326,17 +328,17 @@ def test_max_tokens_within_a_bucket_compile_nothing():
     config = CONFIGS[0]
     run(config, capacity=None, max_tokens=3)
     with count_compilations() as compilations:
-        for max_tokens in (0, 1, 8, 15):
-            assert run(config, capacity=None, max_tokens=max_tokens).tokens.shape == (B, 15)
+        for max_tokens in (0, 1, 8, 16):
+            assert run(config, capacity=None, max_tokens=max_tokens).tokens.shape == (B, 16)
     assert compilations.count == 0, compilations.names
 
 
 def test_capacity_grows_in_powers_of_two_up_to_what_the_model_accepts():
     capacity = functools.partial(generate_module._capacity, capacity=None)
-    assert [capacity(n, 1, 100) for n in (0, 15, 16, 31, 32, 63, 64, 99)] == [16, 16, 32, 32, 64, 64, 100, 100]
+    assert [capacity(n, 1, 100) for n in (0, 16, 17, 32, 33, 64, 65, 100)] == [16, 16, 32, 32, 64, 64, 100, 100]
     assert capacity(np.array([3, 40]), 1, 100) == 64
-    assert capacity(5, 14, 100) == 32
-    assert capacity(0, 9, 10) == 10
+    assert [capacity(n, 14, 100) for n in (3, 4)] == [16, 32]
+    assert [capacity(n, 9, 10) for n in (0, 2)] == [10, 10]
 
 
 @both_architectures
@@ -414,16 +416,14 @@ def test_what_cannot_be_is_refused(config):
         refuse(max_tokens=-1)
     with pytest.raises(ValueError, match="expected max_tokens of at least 0"):
         refuse(max_tokens=np.array([1, 2, 3, 4, 5, -1]))
-    with pytest.raises(ValueError, match=r"expected at most 15 new tokens \(capacity 16 less 1 of prompt\).* 16"):
-        refuse(max_tokens=16)
-    with pytest.raises(ValueError, match=r"expected at most 31 new tokens \(the model's max_target_length 32 .* 40"):
+    with pytest.raises(ValueError, match=r"expected at most 16 new tokens \(the capacity 16, 1 of prompt, .* 17"):
+        refuse(max_tokens=17)
+    with pytest.raises(ValueError, match=r"expected at most 32 new tokens \(the model's max_target_length 32, .* 40"):
         refuse(max_tokens=40, capacity=None)
-    with pytest.raises(
-        ValueError, match=r"expected a capacity above the prompt's 1 tokens and of at most 32 .* got 33"
-    ):
+    with pytest.raises(ValueError, match=r"expected a capacity from 1 \(the prompt\) to 32 .* got 33"):
         refuse(max_tokens=1, capacity=33)
-    with pytest.raises(ValueError, match=r"expected a capacity above the prompt's 3 tokens .* got 3"):
-        refuse(max_tokens=0, capacity=3, prompt=prompt_of(config))
+    with pytest.raises(ValueError, match=r"expected a capacity from 3 \(the prompt\) .* got 2"):
+        refuse(max_tokens=0, capacity=2, prompt=prompt_of(config))
     with pytest.raises(ValueError, match="expected source lengths from 0 to 5, got 5 to 6"):
         refuse(source_lengths=np.array([5, 5, 5, 5, 5, 6]))
     with pytest.raises(ValueError, match="expected prompt lengths from 1 to 3, got 0 to 0"):

@@ -311,9 +311,8 @@ def test_prefill_makes_as_many_bytes_as_were_said(config, dtype):
     model = tiny_model(config, dtype)
     cache = jax.eval_shape(lambda params: prefill(model, params, SOURCE, capacity=CAPACITY)[1], random_params(config))
     # a decoder-only model's source lies in the same cache as its target
-    capacity = CAPACITY + (S if config.architecture == "decoder-only" else 0)
-    assert cache.capacity == capacity
-    assert cache_bytes(config, batch=T, source_length=S, capacity=capacity, dtype=layers.stream_dtype(dtype)) == sum(
+    assert cache.capacity == CAPACITY + (S if config.architecture == "decoder-only" else 0)
+    assert cache_bytes(config, batch=T, source_length=S, capacity=CAPACITY, dtype=layers.stream_dtype(dtype)) == sum(
         leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(cache)
     )
 

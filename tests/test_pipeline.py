@@ -134,8 +134,8 @@ def test_the_default_limit_follows_from_the_padded_source():
     params["output"]["weight"] = params["output"]["weight"].at[:, 0].set(against_end)
     endless = make_model().replace_params(params)
     lengths = [len(answer.tokens) for answer in endless.generate(TEXTS_BY_BUCKET)]
-    assert lengths == [2 * 16 + 31, 2 * 32 + 31, 149]  # 149: the model's own limit
-    assert [len(answer.tokens) for answer in endless.generate(["a"], max_tokens=149)] == [149]
+    assert lengths == [2 * 16 + 32, 2 * 32 + 32, 150]  # 150: the model's own limit
+    assert [len(answer.tokens) for answer in endless.generate(["a"], max_tokens=150)] == [150]
 
 
 # Neighbours
@@ -199,9 +199,9 @@ def test_shapes_are_buckets(model, shapes):
     model(["a"] * 5, max_tokens=1)
     model(["a b c"] * 3 + [" ".join(WORDS * 2)] * 2, max_tokens=1)
     model(" ".join(["a"] * 69))
-    model("a", max_tokens=63)
     model("a", max_tokens=64)
-    model("a", max_tokens=128)
+    model("a", max_tokens=65)
+    model("a", max_tokens=129)
     assert shapes == [
         (8, 16, 64), (2, 32, 96), (4, 16, 64), (1, 70, 150), (1, 16, 64), (1, 16, 128), (1, 16, 150),
     ]  # fmt: skip
@@ -225,7 +225,7 @@ def test_after_a_warmup_nothing_is_compiled():
         warm = model.warmup()
     assert compilations.count == warm == 3 * 2  # 1, 2 or 4 rows; (source, capacity) are (16, 64) or (30, 92)
     with count_compilations() as compilations:
-        for count, limit in ((1, 1), (2, 60), (3, None), (11, 5), (30, 63)):
+        for count, limit in ((1, 1), (2, 60), (3, None), (11, 5), (30, 64)):
             model(texts[:count], max_tokens=limit)
         model.replace_params(others)(texts)
         TextModel(config, others, TOKENIZER, TOKENIZER, dtype="float32", max_batch=4)(texts)
@@ -238,7 +238,7 @@ def test_a_samplers_numbers_a_seed_and_a_limit_compile_nothing():
     model = make_model(config, max_batch=2)
     texts = random_texts(7, longest=15)
     with count_compilations() as compilations:
-        warm = model.warmup(sampler=Sampling(), max_tokens=99)
+        warm = model.warmup(sampler=Sampling(), max_tokens=100)
     assert compilations.count == warm == 2 * 2  # 1 or 2 rows; a capacity of 64 or 100
     samplers = [
         Sampling(),
@@ -367,11 +367,11 @@ def test_a_text_that_is_not_unicode(model, shapes):
     assert shapes == []
 
 
-@pytest.mark.parametrize("max_tokens", [0, -1, 150, True])
+@pytest.mark.parametrize("max_tokens", [0, -1, 151, True])
 def test_a_limit_out_of_range(model, max_tokens):
-    with pytest.raises(ValueError, match=r"expected max_tokens from 1 to 149 .*, got"):
+    with pytest.raises(ValueError, match=r"expected max_tokens from 1 to 150 .*, got"):
         model("a", max_tokens=max_tokens)
-    with pytest.raises(ValueError, match=r"expected max_tokens from 1 to 149 .*, got"):
+    with pytest.raises(ValueError, match=r"expected max_tokens from 1 to 150 .*, got"):
         model.warmup(max_tokens=max_tokens)
 
 

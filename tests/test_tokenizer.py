@@ -19,7 +19,8 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, processors
 
 import tfm.tokenizer
-from tfm.tokenizer import SPECIAL_TOKENS, Tokenizer
+from tfm.tokenizer import Tokenizer
+from tfm.tokenizer_training import SPECIAL_TOKENS
 
 LOSSLESS = ("bpe", "unigram", "char")
 KINDS = (*LOSSLESS, "word")

@@ -23,6 +23,7 @@ class ModelConfig:
     """The description of a Transformer. Letters in brackets are those of `tfm.axes`."""
 
     architecture: Architecture = "encoder-decoder"
+    """`decoder-only` reads source and target as one sequence."""
     source_vocab_size: int = 32_000
     """Rows of the source embedding [V]. A decoder-only model reads source and target with the target embedding."""
     target_vocab_size: int = 32_000
@@ -45,7 +46,9 @@ class ModelConfig:
     head_dim: int | None = None
     """Width of one head [H]: `None` for D / N."""
     encoder_layers: int = 6
+    """Layers of the encoder; a decoder-only model has none, whatever stands here."""
     decoder_layers: int = 6
+    """Layers of the decoder [L]."""
 
     positions: Positions = "sinusoidal"
     """`sinusoidal` interleaves sin and cos as 2i, 2i+1; `sinusoidal-halves` has all sines first. `rope` rotates the
@@ -53,18 +56,22 @@ class ModelConfig:
     max_source_length: int = 1024
     """The longest source in tokens that the model accepts."""
     max_target_length: int = 1024
-    """The longest target in tokens, start token included, that the model accepts."""
+    """The longest target in tokens, end token included, that the model accepts."""
     rope_base: float = 10_000.0
+    """Pair i of rotary positions turns by position · base^(-2i/H)."""
     relative_buckets: int = 32
     """Buckets of the T5 relative bias, half of them per direction in the encoder."""
     relative_max_distance: int = 128
     """Distances from here on share the last T5 bucket."""
 
     norm: Norm = "layernorm"
+    """LayerNorm (Ba et al. 2016) or RMSNorm (Zhang and Sennrich 2019)."""
     norm_position: NormPosition = "pre"
     """`post` is Vaswani et al. 2017; `pre` trains without a long warmup and ends each stack with one more norm."""
     norm_epsilon: float = 1e-6
+    """Added to the variance before its root is taken."""
     activation: Activation = "relu"
+    """Of the feed-forward's hidden units; `gelu` is the tanh approximation."""
     gated: bool = False
     """True: feed-forward is (activation(x W_gate) * x W_up) W_down (Shazeer 2020), with three matrices."""
     use_bias: bool = True

@@ -58,7 +58,7 @@ class _Shape:
     rows: int
     source_length: int
     capacity: int
-    """Target tokens, start token included."""
+    """Target tokens: those read, from the start token on, and those generated, to the last one, are as many."""
 
 
 def load(
@@ -178,7 +178,7 @@ class TextModel:
 
         Args:
             texts: any number of texts. An empty text is a source of nothing but the end token.
-            max_tokens: the most tokens of an answer, end token included. None: 2·S + 31, S being the padded source,
+            max_tokens: the most tokens of an answer, end token included. None: 2·S + 32, S being the padded source,
                 or the model's limit where that is less.
             sampler: picks the tokens.
             seed: for a sampler that draws; each text's own random key comes from it and the text's place in `texts`.
@@ -200,7 +200,7 @@ class TextModel:
         sources = self._encode(texts)
         answers: list[Answer | None] = [None] * len(texts)
         for indices, shape in self._batches([len(ids) for ids in sources], max_tokens):
-            limit = shape.capacity - 1 if max_tokens is None else max_tokens
+            limit = shape.capacity if max_tokens is None else max_tokens
             generation = self._run(shape, [sources[i] for i in indices], indices, limit, sampler, seed)
             for i, answer in zip(indices, self._answers(generation, len(indices)), strict=True):
                 answers[i] = answer
@@ -268,13 +268,12 @@ class TextModel:
         save_model(folder, self.config, self.params, self.source_tokenizer, self.target_tokenizer)
 
     def _check_max_tokens(self, max_tokens: int | None) -> None:
-        most = self.config.max_target_length - 1  # the start token takes a place
+        most = self.config.max_target_length
         if max_tokens is None:
             return
         if isinstance(max_tokens, bool) or not isinstance(max_tokens, int) or not 1 <= max_tokens <= most:
             raise ValueError(
-                f"expected max_tokens from 1 to {most} (the model's max_target_length less the start token), "
-                f"got {max_tokens!r}"
+                f"expected max_tokens from 1 to {most} (the model's max_target_length), got {max_tokens!r}"
             )
 
     def _encode(self, texts: Sequence[str]) -> list[list[int]]:
@@ -403,8 +402,8 @@ def _source_bucket(length: int, config: ModelConfig) -> int:
 def _capacity(source_length: int, max_tokens: int | None, config: ModelConfig) -> int:
     """Target tokens, start token included, that the cache has room for beside a source padded to `source_length`."""
     capacity = 2 * source_length + 32
-    if max_tokens is not None and max_tokens + 1 > capacity:
-        capacity = _power_of_two(max_tokens + 1)
+    if max_tokens is not None and max_tokens > capacity:
+        capacity = _power_of_two(max_tokens)
     return min(capacity, config.max_target_length)
 
 
@@ -413,5 +412,5 @@ def _capacities(source_length: int, max_tokens: int | None, config: ModelConfig)
     last, capacity = _capacity(source_length, max_tokens, config), _capacity(source_length, None, config)
     while capacity < last:
         yield capacity
-        capacity = _capacity(source_length, capacity, config)  # one token more than fits
+        capacity = _capacity(source_length, capacity + 1, config)
     yield last

@@ -23,16 +23,14 @@ import difflib
 import itertools
 import json
 import re
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import SupportsIndex
 
 import tokenizers
-from tokenizers import decoders, models, pre_tokenizers, trainers
+from tokenizers import decoders, models, pre_tokenizers
 
-SPECIAL_TOKENS = ("<pad>", "<s>", "</s>", "<unk>")
-"""Ids 0 to 3 of every trained tokenizer."""
+from tfm.tokenizer_training import BYTE_LETTERS, SPECIAL_TOKENS, TRAINERS
 
 _USUAL_NAMES = {
     "pad_token": ("<pad>", "[PAD]"),
@@ -115,9 +113,9 @@ class Tokenizer:
             ValueError: an unknown kind, no text, or a `vocab_size` that does not hold the special tokens and the 256
                 bytes (one word, for "word").
         """
-        if kind not in _TRAIN:
-            near = difflib.get_close_matches(kind, _TRAIN, n=1, cutoff=0.0)[0]
-            raise ValueError(f"no kind of tokenizer {kind!r}; the nearest is {near!r} of {', '.join(_TRAIN)}")
+        if kind not in TRAINERS:
+            near = difflib.get_close_matches(kind, TRAINERS, n=1, cutoff=0.0)[0]
+            raise ValueError(f"no kind of tokenizer {kind!r}; the nearest is {near!r} of {', '.join(TRAINERS)}")
         needed = len(SPECIAL_TOKENS) + (1 if kind == "word" else 256)
         if vocab_size < needed:
             alphabet = "one word" if kind == "word" else "the 256 bytes, without which some text has no ids"
@@ -129,7 +127,7 @@ class Tokenizer:
         first = next((text for text in texts if (text.strip() if kind == "word" else text)), None)
         if first is None:
             raise ValueError(f"expected text to train a tokenizer of kind {kind!r} on, got none")
-        engine = _TRAIN[kind](itertools.chain([first], texts), vocab_size)
+        engine = TRAINERS[kind](itertools.chain([first], texts), vocab_size)
         engine.add_special_tokens([tokenizers.AddedToken(name, special=True) for name in SPECIAL_TOKENS])
         return cls(engine)
 
@@ -335,12 +333,7 @@ def _integers(ids: Iterable[SupportsIndex]) -> list[int]:
     return numbers
 
 
-# Byte-level pieces are written with one printable character a byte: the library's convention, which is GPT-2's. The
-# bytes that are printable in Latin-1 stand for themselves, the others, in order, follow from U+0100 on.
-_PRINTABLE = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-_OTHERS = [byte for byte in range(256) if byte not in _PRINTABLE]
-_LETTERS = [chr(byte if byte in _PRINTABLE else 0x100 + _OTHERS.index(byte)) for byte in range(256)]
-_BYTES = {letter: byte for byte, letter in enumerate(_LETTERS)}
+_BYTES = {letter: byte for byte, letter in enumerate(BYTE_LETTERS)}
 
 
 def _readable(piece: str) -> str:
@@ -352,114 +345,3 @@ def _readable(piece: str) -> str:
         return data.decode()
     except UnicodeDecodeError:
         return "".join(f"<0x{byte:02X}>" for byte in data)
-
-
-def _byte_level(model: models.Model, split: str) -> tokenizers.Tokenizer:
-    """A tokenizer over the bytes of text that is first cut into the matches of `split`."""
-    engine = tokenizers.Tokenizer(model)
-    engine.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Split(tokenizers.Regex(split), "isolated"),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
-    )
-    engine.decoder = decoders.ByteLevel()
-    return engine
-
-
-# Runs of letters, of digits, of other signs, each with one space before it, and of the white space that is left. Unlike
-# GPT-2's, which it follows, it keeps combining marks with their letters (Hindi, Thai, decomposed accents) and knows no
-# English contractions. It cuts "</s>" and its like to pieces, so that no training makes an entry of them.
-_RUNS = r" ?[\p{L}\p{M}]+| ?\p{N}+| ?[^\s\p{L}\p{M}\p{N}]+|\s+(?!\S)|\s+"
-
-
-def _train_bpe(texts: Iterator[str], vocab_size: int) -> tokenizers.Tokenizer:
-    engine = _byte_level(models.BPE(), _RUNS)
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size,
-        min_frequency=2,  # what was seen once cannot be learned
-        special_tokens=list(SPECIAL_TOKENS),
-        initial_alphabet=_LETTERS,
-        show_progress=False,
-    )
-    engine.train_from_iterator(texts, trainer)
-    return engine
-
-
-def _train_unigram(texts: Iterator[str], vocab_size: int) -> tokenizers.Tokenizer:
-    engine = _byte_level(models.Unigram(), _RUNS)
-    counts: Counter[str] = Counter()
-    for text in texts:
-        counts.update(run for run, _ in engine.pre_tokenizer.pre_tokenize_str(text))
-    # The trainer takes its candidates from a suffix array over the distinct words, each followed by a separator, and
-    # misses every one that nothing but the separator follows: most endings, most whole words. So the words that are
-    # frequent enough to become entries are there twice, once with a byte behind them that UTF-8 does not have (8,000
-    # entries, German captions: 17 % fewer tokens).
-    behind = _LETTERS[0xFF]
-
-    def words() -> Iterator[list[str]]:
-        for rank, word in enumerate(_by_frequency(counts)):
-            yield [word] * counts[word]
-            if rank < vocab_size:
-                yield [word + behind]
-
-    learner = tokenizers.Tokenizer(models.Unigram())
-    trainer = trainers.UnigramTrainer(
-        vocab_size=vocab_size,
-        max_piece_length=48,  # bytes: 16 characters of any but the rarest scripts
-        special_tokens=list(SPECIAL_TOKENS),
-        unk_token="<unk>",
-        initial_alphabet=_LETTERS,
-        show_progress=False,
-    )
-    learner.train_from_iterator(words(), trainer)
-    learned = dict(json.loads(learner.to_str())["model"]["vocab"][len(SPECIAL_TOKENS) :])
-    # It walks a hash map whose order changes from process to process. That shows in two places: in the last digits of
-    # the scores, which are sums over the map, and in the scores of bytes that were dropped, which are put back with the
-    # lowest score + 0, + 0.0001, + 0.0002 and so on. Rounding removes the first, one score for those bytes the second.
-    lowest = min(learned.values())
-    learned[behind] = lowest
-    scores = {p: round(lowest if len(p) == 1 and s < lowest + 256e-4 else s, 4) for p, s in learned.items()}
-    by_score = sorted(scores, key=lambda p: (-scores[p], p))
-    best = [p for p in by_score if len(p) > 1][: vocab_size - len(SPECIAL_TOKENS) - len(_LETTERS)]  # it keeps too many
-    kept = {*_LETTERS, *best}
-    pieces = [(p, scores[p]) for p in by_score if p in kept]
-    special = [(name, 0.0) for name in SPECIAL_TOKENS]
-    engine.model = models.Unigram([*special, *pieces], unk_id=SPECIAL_TOKENS.index("<unk>"), byte_fallback=False)
-    return engine
-
-
-def _train_char(texts: Iterator[str], vocab_size: int) -> tokenizers.Tokenizer:
-    counts: Counter[str] = Counter()
-    for text in texts:
-        counts.update(text)
-    characters = [character for character in _by_frequency(counts) if not character.isascii()]  # ASCII: is a byte
-    spelled = ["".join(_LETTERS[byte] for byte in character.encode()) for character in characters]
-    pieces = [*SPECIAL_TOKENS, *_LETTERS, *spelled][:vocab_size]
-    # BPE without merges, which looks a whole character up before it falls back to bytes.
-    model = models.BPE({piece: id_ for id_, piece in enumerate(pieces)}, [], ignore_merges=True)
-    return _byte_level(model, r"[\s\S]")
-
-
-def _train_word(texts: Iterator[str], vocab_size: int) -> tokenizers.Tokenizer:
-    counts: Counter[str] = Counter()
-    for text in texts:
-        counts.update(text.split())
-    words = [word for word in _by_frequency(counts) if word not in SPECIAL_TOKENS]
-    pieces = [*SPECIAL_TOKENS, *words][:vocab_size]
-    engine = tokenizers.Tokenizer(models.WordLevel({piece: id_ for id_, piece in enumerate(pieces)}, "<unk>"))
-    # White space as Python has it, which counts four separators (U+001C to U+001F) that Unicode does not.
-    engine.pre_tokenizer = pre_tokenizers.Split(tokenizers.Regex(r"[\s\x1c-\x1f]+"), "removed")
-    return engine  # without a decoder the library joins pieces with spaces
-
-
-def _by_frequency(counts: Counter[str]) -> list[str]:
-    return sorted(counts, key=lambda piece: (-counts[piece], piece))
-
-
-_TRAIN: dict[str, Callable[[Iterator[str], int], tokenizers.Tokenizer]] = {
-    "bpe": _train_bpe,
-    "unigram": _train_unigram,
-    "char": _train_char,
-    "word": _train_word,
-}

@@ -125,7 +125,7 @@ def evaluate(arguments: argparse.Namespace) -> int:
     data = dataclasses.replace(settings.data, **{name: field for name, field in fields.items() if field is not None})
     examples = _read_split(arguments.split, data, is_run=config is not None)
     model = load(folder)
-    the_runs = model.config.max_target_length - 1 if config is None else config.max_new_tokens
+    the_runs = model.config.max_target_length if config is None else config.max_new_tokens
     max_tokens = the_runs if arguments.max_tokens is None else arguments.max_tokens
     examples, left_out = _answerable(model, examples)
 
@@ -275,9 +275,7 @@ def _cache_size(config: ModelConfig, batch: int, source_length: int | None, leng
         if value < 1:
             raise ValueError(f"expected {name} of at least 1, got {value}")
     dtype = stream_dtype(compute_dtype("auto"))
-    # A decoder-only model keeps its source where its target is.
-    capacity = length + (source_length if config.architecture == "decoder-only" else 0)
-    size = cache_bytes(config, batch=batch, source_length=source_length, capacity=capacity, dtype=dtype)
+    size = cache_bytes(config, batch=batch, source_length=source_length, capacity=length, dtype=dtype)
     return {"batch": batch, "source_length": source_length, "length": length, "dtype": dtype, "bytes": size}
 
 

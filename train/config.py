@@ -229,14 +229,10 @@ class TrainConfig(schema.Section, prefix=""):
         for tokens, limit in (
             ("data.max_source_tokens", "model.max_source_length"),
             ("data.max_target_tokens", "model.max_target_length"),
+            ("validation.max_tokens", "model.max_target_length"),
         ):
             if values[tokens] > values[limit]:
                 yield f"{tokens} ({values[tokens]}) must be at most {limit} ({values[limit]})"
-        if self.validation.max_tokens >= self.model.max_target_length:
-            yield (
-                f"validation.max_tokens ({self.validation.max_tokens}) must be less than model.max_target_length "
-                f"({self.model.max_target_length}), which holds the start token, too"
-            )
         if self.optimizer.schedule in ("cosine", "linear") and self.optimizer.warmup_steps > self.steps:
             yield (
                 f"optimizer.warmup_steps ({self.optimizer.warmup_steps}) must be at most steps ({self.steps}): the "
@@ -250,8 +246,7 @@ class TrainConfig(schema.Section, prefix=""):
     @property
     def max_new_tokens(self) -> int:
         """Limit of tokens that are generated for a held-out source, end token included."""
-        wanted = self.validation.max_tokens or self.data.max_target_tokens
-        return min(wanted, self.model.max_target_length - 1)  # the start token takes a place
+        return self.validation.max_tokens or self.data.max_target_tokens
 
 
 FROM_TOKENIZERS = (

@@ -63,12 +63,13 @@ def generate(
         prompt_lengths: real tokens of each prompt, at least 1; None: all are real.
         sampler: picks the tokens.
         key: for a sampler that draws: one key, from which each row gets its own by its index, or one key a row.
-        capacity: the most tokens, prompt included, that a row can hold. None: room for `max_tokens`, rounded up to a
-            power of two and cut to what the model accepts. Needed inside a caller's jit, where `max_tokens` has no
-            value yet; more tokens than fit are then cut off.
+        capacity: the most target tokens that the cache can hold, prompt included; a row's last token is never read,
+            so it needs no room. None: enough for `max_tokens`, rounded up to a power of two and cut to what the model
+            accepts. Needed inside a caller's jit, where `max_tokens` has no value yet; what is more than
+            capacity + 1 - T of the prompt is then cut off.
 
     Returns:
-        A `Generation` whose T is the capacity less the prompt's T.
+        A `Generation` whose T is capacity + 1 less the prompt's T.
 
     Raises:
         ValueError: more tokens than the capacity or the model allows, lengths out of range, a sampler's number out of
@@ -111,7 +112,7 @@ def _generate(
     capacity: int,
 ) -> Generation:
     config, batch = model.config, source.shape[0]
-    num_new = capacity - prompt.shape[1]
+    num_new = _most_new(capacity, prompt.shape[1])
     limits = jnp.minimum(limits, num_new)
 
     def active(output: Generation) -> Array:
@@ -169,22 +170,23 @@ def _capacity(max_tokens: typing.Any, prompt_length: int, most: int, capacity: i
     asked = int(np.max(np.asarray(max_tokens), initial=0)) if known else 0
     if known and np.min(np.asarray(max_tokens), initial=0) < 0:
         raise ValueError(f"expected max_tokens of at least 0, got {max_tokens}")
-    if not prompt_length < (most if capacity is None else capacity) <= most:
+    room, named = (most, "the model's max_target_length") if capacity is None else (capacity, "the capacity")
+    if not prompt_length <= room <= most:
         raise ValueError(
-            f"expected a capacity above the prompt's {prompt_length} tokens and of at most {most} (the model's "
-            f"max_target_length), got {most if capacity is None else capacity}"
+            f"expected a capacity from {prompt_length} (the prompt) to {most} (the model's max_target_length), "
+            f"got {room}"
         )
-    if asked > most - prompt_length:
+    if asked > _most_new(room, prompt_length):
         raise ValueError(
-            f"expected at most {most - prompt_length} new tokens (the model's max_target_length {most} less "
-            f"{prompt_length} of prompt), got max_tokens {asked}"
+            f"expected at most {_most_new(room, prompt_length)} new tokens ({named} {room}, {prompt_length} of prompt, "
+            f"and the last token is never read), got max_tokens {asked}"
         )
     if capacity is None:
-        needed = max(asked + prompt_length, prompt_length + 1, SMALLEST_CAPACITY)
+        needed = max(asked + prompt_length - 1, prompt_length, SMALLEST_CAPACITY)
         return min(1 << (needed - 1).bit_length(), most)
-    if asked > capacity - prompt_length:
-        raise ValueError(
-            f"expected at most {capacity - prompt_length} new tokens (capacity {capacity} less {prompt_length} of "
-            f"prompt), got max_tokens {asked}"
-        )
     return capacity
+
+
+def _most_new(capacity: int, prompt_length: int) -> int:
+    """The tokens that can follow a prompt: the last one is not read any more, so it takes no place in the cache."""
+    return capacity - prompt_length + 1

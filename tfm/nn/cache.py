@@ -47,7 +47,7 @@ class Cache:
 
     @property
     def capacity(self) -> int:
-        """C: the most tokens a row can hold."""
+        """C: the most tokens a row can hold; in a decoder-only model its source is among them."""
         return self.layers[0].self_attention.keys.shape[2]
 
 
@@ -57,11 +57,12 @@ def init_keys_values(config: ModelConfig, *, batch: int, length: int, dtype: str
 
 
 def init_cache(config: ModelConfig, *, batch: int, source_length: int, capacity: int, dtype: str = "float32") -> Cache:
-    """An empty cache. A decoder-only model's capacity holds its source too, and `source_length` does not count."""
+    """An empty cache for `capacity` target tokens a row, as `prefill` fills it."""
     has_source = config.architecture == "encoder-decoder"
+    length = capacity if has_source else source_length + capacity
     layers = tuple(
         LayerCache(
-            init_keys_values(config, batch=batch, length=capacity, dtype=dtype),
+            init_keys_values(config, batch=batch, length=length, dtype=dtype),
             init_keys_values(config, batch=batch, length=source_length, dtype=dtype) if has_source else None,
         )
         for _ in range(config.decoder_layers)
@@ -80,11 +81,20 @@ def cache_bytes(
 ) -> int:
     """Bytes of a cache, said before anything is allocated: 2 · (B·W·C + B·S) · K · H · L · itemsize, and the lengths.
 
-    All beams of a row share its source. For a decoder-only model S does not count, and with K = N that is the
-    textbook's 2 · batch · length · heads · head size · layers · bytes.
+    C is the capacity in target tokens, as for `prefill`. All W beams of a row share its source; in a decoder-only
+    model each has its own, B·W·(C + S) positions. With K = N that is the textbook's
+    2 · batch · length · heads · head size · layers · bytes.
+
+    Args:
+        config: the model.
+        batch: rows, beams not counted.
+        source_length: S, what sources are padded to.
+        capacity: C.
+        beams: W.
+        dtype: of keys and values: `tfm.nn.layers.stream_dtype` of the model's dtype, which on a CPU is float32.
     """
-    source_positions = batch * source_length if config.architecture == "encoder-decoder" else 0
-    positions = batch * beams * capacity + source_positions
+    sources = batch if config.architecture == "encoder-decoder" else batch * beams
+    positions = batch * beams * capacity + sources * source_length
     keys_values = 2 * positions * config.kv_heads * config.head_size * config.decoder_layers
     lengths = batch * beams + batch
     return keys_values * jnp.dtype(dtype).itemsize + lengths * jnp.dtype(jnp.int32).itemsize

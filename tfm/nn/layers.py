@@ -21,6 +21,7 @@ from tfm.config import Activation, ModelConfig
 
 Dtype = typing.Literal["float32", "bfloat16"]
 
+
 @jax.custom_vjp
 def relu(x: Float[Array, "*B"]) -> Float[Array, "*B"]:
     """max(x, 0). The gradient looks at the result, which the next layer keeps anyway, so that x itself can go."""
@@ -157,9 +158,7 @@ class Norm(nn.Module):
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
-def normalize(
-    x: Float[Array, "*B D"], scale: Float[Array, "D"], center: bool, epsilon: float
-) -> Float[Array, "*B D"]:
+def normalize(x: Float[Array, "*B D"], scale: Float[Array, "D"], center: bool, epsilon: float) -> Float[Array, "*B D"]:
     """Divides each vector, less its mean if `center`, by its root mean square, and multiplies by scale: in float32.
 
     The gradient is written out: it keeps x and two numbers a vector, where JAX's own keeps several arrays of x's size.
