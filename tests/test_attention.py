@@ -193,9 +193,16 @@ def test_cudnn_without_a_gpu_is_refused_and_the_error_says_why():
         dot_product_attention(query, keys_values, visible=ALL, kernel="cudnn")
 
 
+def pretend_gpu(monkeypatch, capability):
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(attention, "_compute_capability", lambda: capability)
+
+
 @pytest.mark.parametrize(
     ("changes", "why"),
     [
+        ({"capability": "7.5"}, "8.0 .* is 7.5"),
+        ({"capability": "gfx90a"}, "8.0 .* is gfx90a"),
         ({"dtype": "float32"}, "not float32"),
         ({"width": 12}, "not 12"),
         ({"width": 136}, "not 136"),
@@ -204,12 +211,12 @@ def test_cudnn_without_a_gpu_is_refused_and_the_error_says_why():
         ({"visible": Visible(causal=True)}, "middle of a cache"),
         ({"visible": Visible(causal=True, query_positions=jnp.array(AT))}, "middle of a cache"),
     ],
-    ids=["float32", "narrow", "wide", "bias", "dropout", "fewer-queries-than-keys", "positions"],
+    ids=["turing", "amd", "float32", "narrow", "wide", "bias", "dropout", "fewer-queries-than-keys", "positions"],
 )
 def test_cudnn_says_what_it_cannot_do(monkeypatch, changes, why):
     """The refusal comes before the kernel, so it needs no GPU; and auto then does not take it."""
-    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     arguments = {"visible": ALL, **changes}
+    pretend_gpu(monkeypatch, arguments.pop("capability", "9.0"))
     query, keys_values = arrays(dtype=arguments.pop("dtype", "bfloat16"))
     if width := arguments.pop("width", None):
         query, keys_values = jax.tree.map(lambda x: jnp.ones((*x.shape[:-1], width), x.dtype), (query, keys_values))
@@ -221,7 +228,7 @@ def test_cudnn_says_what_it_cannot_do(monkeypatch, changes, why):
 
 
 def test_auto_takes_cudnn_where_it_can_serve(monkeypatch):
-    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    pretend_gpu(monkeypatch, "8.0")
     monkeypatch.setattr(attention, "_cudnn", lambda query, *_: query + 1)
     query, keys_values = arrays(dtype="bfloat16")
     for visible in (ALL, Visible(key_lengths=jnp.array(LENGTHS))):

@@ -7,6 +7,7 @@ can read beside the paper, on every backend, with dropout. `xla` is `jax.nn.dot_
 
 import functools
 import math
+import re
 from typing import Literal
 
 import flax.linen as nn
@@ -181,6 +182,9 @@ def _cudnn_problem(
     num_queries, head_dim = query.shape[1], query.shape[-1]
     if jax.default_backend() != "gpu":
         return f"it needs an NVIDIA GPU, and the backend is {jax.default_backend()}"
+    capability = _compute_capability()
+    if not re.fullmatch(r"\d+\.\d+", capability) or float(capability) < 8:
+        return f"it needs an NVIDIA GPU of compute capability 8.0 (Ampere) or newer, and this one's is {capability}"
     if query.dtype not in (jnp.bfloat16, jnp.float16):
         return f"it computes in bfloat16 or float16, not {query.dtype}"
     if head_dim % 8 or head_dim > 128:
@@ -192,6 +196,11 @@ def _cudnn_problem(
     if visible.causal and (visible.query_positions is not None or num_queries != keys_values.keys.shape[2]):
         return "its causal mask cannot stand in the middle of a cache"
     return None
+
+
+def _compute_capability() -> str:
+    """Of the default device, as "9.0"; on other makers' GPUs it is no number."""
+    return str(getattr(jax.devices()[0], "compute_capability", "unknown"))
 
 
 class Attention(nn.Module):
