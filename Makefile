@@ -2,7 +2,7 @@
 #   make demo PYTHON=python3.13     picks the interpreter, when .venv is made
 #   make test PYTEST_FLAGS='-k rope -x'
 PYTHON ?= python3
-VENV ?= .venv
+VENV := .venv
 RUN ?= runs/demo
 PYTEST_FLAGS ?=
 
@@ -70,10 +70,11 @@ $(VENV)/made:
 		{ echo "error: Python 3.11 or newer is needed, '$(PYTHON)' is $$('$(PYTHON)' --version 2>&1): say make PYTHON=/path/to/python3"; exit 1; }
 	@'$(PYTHON)' -c 'import ensurepip, venv' 2>/dev/null || \
 		{ echo "error: '$(PYTHON)' has no venv module (on Debian and Ubuntu: apt install python3-venv)"; exit 1; }
-	'$(PYTHON)' -m venv --clear $(VENV)
+	'$(PYTHON)' -m venv $(clear) $(VENV)
 	@touch $@
 
-# An environment whose interpreter is gone is made anew.
+# An environment that works is kept, whoever made it; one whose interpreter is gone is made anew.
 ifneq ($(shell $(bin)/python -c 'print("works")' 2>/dev/null),works)
 .PHONY: $(VENV)/made
+clear := --clear
 endif

@@ -164,7 +164,10 @@ def _write(
 ) -> None:
     """Writes the four files into an existing folder and forces them, and their names, to disk."""
     arrays = {name: np.asarray(array, order="C") for name, array in _flatten(params)}
-    safetensors.numpy.save_file(arrays, folder / _PARAMS)
+    try:
+        safetensors.numpy.save_file(arrays, folder / _PARAMS)
+    except safetensors.SafetensorError as error:  # also for a full disk
+        raise OSError(f"{folder / _PARAMS} cannot be written: {error}") from error
     source_tokenizer.save(folder / _SOURCE_TOKENIZER)
     target_tokenizer.save(folder / _TARGET_TOKENIZER)
     head = {"format_version": FORMAT_VERSION, "library_version": _library_version(), "model": config.to_dict()}

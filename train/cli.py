@@ -9,15 +9,15 @@ reads the output any more · 143 stopped by SIGTERM. With TFM_TRACEBACK=1 a mist
 
 import argparse
 import contextlib
-import dataclasses
 import io
 import os
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
+from tfm.config import ModelConfig
 from train import schema
 from train.config import (
     FROM_TOKENIZERS,
@@ -198,9 +198,9 @@ def apply_overrides(config: TrainConfig, overrides: Sequence[str], *, prog: str 
             raise UsageError(schema.unknown_key(f"--{key}", [f"--{known}" for known in (*types, *negations)]))
         if key in FROM_TOKENIZERS and option.startswith("--"):
             raise UsageError(from_tokenizers(key))
-    if preset is not None:
+    if preset is not None:  # in front, because the last of repeated options wins
         sizes = schema.encode(config.model) | with_preset({"preset": preset})
-        config = dataclasses.replace(config, model=schema.decode(type(config.model), sizes))
+        remaining = [*_as_options(config.model, sizes), *remaining]
     boxed = io.StringIO()
     try:
         with contextlib.redirect_stderr(boxed):
@@ -223,6 +223,19 @@ def _take_preset(overrides: Sequence[str]) -> tuple[list[str], str | None]:
         else:
             remaining.append(word)
     return remaining, preset
+
+
+def _as_options(model: ModelConfig, sizes: Mapping[str, Any]) -> list[str]:
+    """What has to be said on the command line to turn `model` into one with these sizes."""
+    words = []
+    for name, value in schema.encode(model).items():
+        if sizes[name] == value or f"model.{name}" in FROM_TOKENIZERS:
+            continue
+        if isinstance(sizes[name], bool):
+            words.append("--" + (f"model.{name}" if sizes[name] else _negated(f"model.{name}")))
+        else:
+            words += [f"--model.{name}", str(sizes[name])]
+    return words
 
 
 def _negated(key: str) -> str:

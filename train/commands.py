@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
 import rich.box
 import rich.console
 import rich.table
@@ -31,7 +30,7 @@ from tfm.store import load_model
 from tfm.text_metrics import HIGHER_IS_BETTER, signature
 from train import loop, schema
 from train.config import BatchConfig, DataConfig, TrainConfig, from_json
-from train.data import encode_examples, eval_batches, load_splits, read_examples
+from train.data import LengthReport, answerable, encode_examples, eval_batches, load_splits, read_examples
 from train.evaluate import evaluate as evaluate_texts
 from train.evaluate import held_out_loss
 from train.optimizer import make_optimizer
@@ -127,11 +126,20 @@ def evaluate(arguments: argparse.Namespace) -> int:
     model = load(folder)
     the_runs = model.config.max_target_length if config is None else config.max_new_tokens
     max_tokens = the_runs if arguments.max_tokens is None else arguments.max_tokens
-    examples, left_out = _answerable(model, examples)
+    total = len(examples)
+    examples = answerable(examples, model.source_tokenizer, model.config.max_source_length)
+    if not len(examples):
+        raise ValueError(
+            f"none of {total:,} sources can be answered: each has no answer, is blank, or has more than "
+            f"{model.config.max_source_length} tokens, the model's longest"
+        )
+    left_out = total - len(examples)
 
     values: dict[str, float] = {}
+    pairs = None
     if "loss" in metrics:
-        values |= _loss(model, examples, settings.batch)
+        loss, pairs = _loss(model, examples, settings.batch)
+        values |= loss
     generated = [metric for metric in metrics if metric != "loss"]
     if generated:
         values |= evaluate_texts(model, examples, generated, max_tokens=max_tokens).metrics
@@ -142,10 +150,14 @@ def evaluate(arguments: argparse.Namespace) -> int:
             {
                 "model": str(folder), "split": split, "sources": len(examples), "left_out": left_out,
                 "metrics": values, "signatures": signatures,
+                "pairs": None if pairs is None else dataclasses.asdict(pairs),
             }
         )  # fmt: skip
         return 0
-    print(f"{folder} on {split}: {len(examples):,} sources" + (f", {left_out:,} left out as too long" * (left_out > 0)))
+    also = f", {left_out:,} left out as empty or too long" if left_out else ""
+    print(f"{folder} on {split}: {len(examples):,} sources{also}")
+    if pairs is not None and pairs.kept < pairs.total:
+        print(f"  loss of {pairs}")
     for name, value in values.items():
         print(f"  {name:<12} {value:8.4f}  {signatures.get(name, '')}".rstrip())
     return 0
@@ -153,7 +165,10 @@ def evaluate(arguments: argparse.Namespace) -> int:
 
 def _read_split(split: Sequence[str], data: DataConfig, *, is_run: bool) -> Examples:
     if list(split) not in (["test"], ["validation"]):
-        examples = read_examples(split, data.format if is_run else "auto", data.source_field, data.target_field)
+        # Files of one's own need not be of the run's kind: its format holds where neither number nor ending decides.
+        decided = len(split) == 2 or split[0].removesuffix(".gz").endswith((".json", ".jsonl"))
+        format = data.format if is_run and not decided and data.format != "lines" else "auto"
+        examples = read_examples(split, format, data.source_field, data.target_field)
         return examples if len(split) == 2 else examples.merged()
     if not is_run:
         raise ValueError(f"a model's folder has no {split[0]} data: give files, as in --split test.tsv")
@@ -163,23 +178,12 @@ def _read_split(split: Sequence[str], data: DataConfig, *, is_run: bool) -> Exam
     return examples
 
 
-def _answerable(model: TextModel, examples: Examples) -> tuple[Examples, int]:
-    """The examples whose source the model accepts, and how many others there are."""
-    lengths = [len(ids) + 1 for ids in model.source_tokenizer.encode_batch(examples.sources)]
-    fits = np.array(lengths) <= model.config.max_source_length
-    if not fits.any():
-        raise ValueError(f"no source has at most {model.config.max_source_length} tokens, the model's longest")
-    return examples.where(fits), int((~fits).sum())
-
-
-def _loss(model: TextModel, examples: Examples, batch: BatchConfig) -> dict[str, float]:
-    """Loss and perplexity over all right answers."""
+def _loss(model: TextModel, examples: Examples, batch: BatchConfig) -> tuple[dict[str, float], LengthReport]:
+    """Loss and perplexity over all right answers, and how many answers there were and were left out."""
     limits = (model.config.max_source_length, model.config.max_target_length)
-    encoded, _ = encode_examples(examples, model.source_tokenizer, model.target_tokenizer, *limits)
-    longest = max(encoded.source_lengths.max(initial=1), encoded.target_lengths.max(initial=1))
-    batch = dataclasses.replace(batch, tokens=max(batch.tokens, int(longest)), accumulation_steps=1)
+    encoded, report = encode_examples(examples, model.source_tokenizer, model.target_tokenizer, *limits)
     batches = eval_batches(encoded, model.config, batch)
-    return held_out_loss(make_eval_step(model.model), model.params, batches)
+    return held_out_loss(make_eval_step(model.model), model.params, batches), report
 
 
 def generate(arguments: argparse.Namespace) -> int:
@@ -226,7 +230,14 @@ def _print_table(answers: Iterable[tuple[str, Answer | None]], headings: tuple[s
     table = rich.table.Table(*headings, rich.table.Column("score", justify="right"), box=rich.box.SIMPLE)
     for text, answer in answers:
         table.add_row(rich.text.Text(text), *(("", "") if answer is None else (answer.text, f"{answer.score:.2f}")))
-    rich.console.Console().print(table)
+    _Console(emoji=False).print(table)
+
+
+class _Console(rich.console.Console):
+    """Ends as other output does when nobody reads it any more."""
+
+    def on_broken_pipe(self) -> None:
+        raise BrokenPipeError
 
 
 def info(arguments: argparse.Namespace) -> int:

@@ -223,6 +223,8 @@ class TrainConfig(schema.Section, prefix=""):
     def problems(self) -> Iterator[str]:
         """What the sections cannot be together."""
         yield from schema.at_least(self, 1, "steps", "max_bad_steps", "log_every_steps")
+        if self.steps >= 2**31:
+            yield f"steps must be less than 2^31, got {self.steps}"
         if not 0 <= self.seed < 2**32:
             yield f"seed must be from 0 to 2^32 - 1, got {self.seed}"
         values = schema.flatten(self)
@@ -260,7 +262,8 @@ RESUME_MAY_CHANGE = frozenset({
 })  # fmt: skip
 """Settings that may differ when a run is resumed.
 
-More `steps` under the `inverse-sqrt` or `constant` schedule go on as if they had been asked for at the start. `cosine`
+More `steps` under the `inverse-sqrt` or `constant` schedule train as if they had been asked for at the start; only the
+validation that came with the old last step stays, where none was due, and counts for best metric and patience. `cosine`
 and `linear` end at the last step, so there the learning rate of every step follows from `steps`: from the resumed step
 on it is that of the new schedule, a jump at that moment, and the run differs from one with these steps from the start.
 """
@@ -317,16 +320,16 @@ def load_recipe(name_or_path: str | Path) -> TrainConfig:
     name = str(name_or_path)
     path = Path(name_or_path)
     if name in recipe_names():
-        text = (importlib.resources.files("train") / "recipes" / f"{name}.toml").read_text(encoding="utf-8")
+        content = (importlib.resources.files("train") / "recipes" / f"{name}.toml").read_bytes()
     elif path.is_file():
-        text = path.read_text(encoding="utf-8")
+        content = path.read_bytes()
     else:
         near = schema.nearest(path.name.removesuffix(".toml"), recipe_names())
         raise ValueError(
             f"no recipe and no file {name!r}; the nearest recipe is {near!r} of {', '.join(recipe_names())}"
         )
     try:
-        values = tomllib.loads(text)
+        values = tomllib.loads(content.decode("utf-8-sig"))
         given = values["model"] if isinstance(values.get("model"), dict) else {}
         if problems := [from_tokenizers(key) for key in FROM_TOKENIZERS if key.removeprefix("model.") in given]:
             raise ConfigError(problems)

@@ -148,6 +148,21 @@ class LengthReport:
         )
 
 
+def answerable(examples: Examples, source_tokenizer: Tokenizer, max_source_tokens: int) -> Examples:
+    """The rows that text can be generated for and measured: neither source nor all answers blank, nor too long.
+
+    Blank answers beside others are dropped.
+    """
+    lengths = [len(ids) for ids in source_tokenizer.encode_batch(examples.sources)]
+    sources, references = [], []
+    for source, answers, length in zip(examples.sources, examples.references, lengths, strict=True):
+        answers = [answer for answer in answers if answer.strip()]
+        if source.strip() and answers and 0 < length < max_source_tokens:  # the end token comes besides
+            sources.append(source)
+            references.append(answers)
+    return Examples(sources, references)
+
+
 def encode_examples(
     examples: Examples,
     source_tokenizer: Tokenizer,
@@ -392,6 +407,9 @@ def train_batches(
 def eval_batches(encoded: EncodedExamples, model_config: ModelConfig, batch_config: BatchConfig) -> EvalBatches:
     """Batches of every pair, unshuffled, within the budget and in shapes chosen as for training; see `train_batches`.
 
-    No pairs make no batches.
+    No pairs make no batches. One pair always is a batch, even if it is longer than the budget.
     """
-    return EvalBatches(_Grouping(encoded, model_config, batch_config))
+    longest = max(encoded.source_lengths.max(initial=1), encoded.target_lengths.max(initial=1))
+    budget = max(batch_config.tokens, int(longest) + 7)  # shapes are rounded up to multiples of 8
+    alone = dataclasses.replace(batch_config, tokens=budget, accumulation_steps=1)
+    return EvalBatches(_Grouping(encoded, model_config, alone))

@@ -94,7 +94,8 @@ def train(config: TrainConfig, run_dir: str | Path, *, reporter: Reports) -> Out
         reporter: told all that happens; started and closed here.
 
     Raises:
-        NonFiniteError: `max_bad_steps` steps in a row were not finite. The last checkpoint is from before them.
+        NonFiniteError: `max_bad_steps` steps in a row were not finite. The last checkpoint is from before them, or from
+            where the run was told to stop among them.
         ValueError: the folder holds something else or is in use, settings have changed that may not, or the data cannot
             be used; nothing has been changed then.
         OSError: a checkpoint could not be written, or not in time.
@@ -175,7 +176,7 @@ class _Session:
         self._state, self._progress, self._step = restored.state, restored.progress, restored.step
         self._saved_step = restored.step
         self._bad_in_row = int(self._state.skipped_in_row)
-        self._window = Window(self._progress.window)
+        self._window = Window(self._progress.window, begun=self._progress.seconds)
         self._clock = Clock(self._progress.seconds)
         if restored.jax_version != jax.__version__:
             self._reporter.warn(
@@ -250,7 +251,9 @@ class _Session:
             if validates:
                 saves |= self._validate()
             stop = _reason_to_stop(config, self._step, self._progress)
-            if saves or stop is not None:
+            # A step may be finite and yet spoil the parameters: those that follow it are not. What was saved before
+            # must not be pushed out by checkpoints of such a state.
+            if stop is not None or (saves and not self._bad_in_row):
                 self._save()
             if stop is not None:
                 return stop
@@ -271,7 +274,8 @@ class _Session:
                 last = f"the last checkpoint is of step {self._saved_step:,}" if self._saved_step else "none was saved"
                 raise NonFiniteError(
                     f"step {made.step:,}: loss or gradient was not finite, {self._bad_in_row} times in a row "
-                    f"(max_bad_steps); {last}. A lower learning rate, more warmup or clipping usually helps"
+                    f"(max_bad_steps); {last}. A new run with a lower learning rate, more warmup or clipping usually "
+                    "helps"
                 )
 
     def _validates_at(self, step: int) -> bool:

@@ -2,13 +2,12 @@
 
 import dataclasses
 
-import numpy as np
-
 from tfm.tokenizer import Tokenizer
 from train.config import TrainConfig
 from train.data import (
     EvalBatches,
     TrainBatches,
+    answerable,
     build_tokenizers,
     encode_examples,
     eval_batches,
@@ -60,8 +59,7 @@ def prepare(config: TrainConfig, tokenizers: tuple[Tokenizer, Tokenizer] | None 
         if not len(held_out):
             raise ValueError(f"expected held-out pairs that can be used, got: {report}")
         validation = eval_batches(held_out, config.model, config.batch)
-        lengths = np.array([len(ids) + 1 for ids in source.encode_batch(splits.validation.sources)])
-        examples = splits.validation.where((lengths > 1) & (lengths <= limits[0]))
+        examples = answerable(splits.validation, source, limits[0])
         notes.append(f"validation: {report}; {len(examples):,} of {len(splits.validation):,} sources to answer")
     elif config.validation.every_steps:
         notes.append("validation: no held-out pairs, so nothing is validated; see data.validation_share")

@@ -4,6 +4,7 @@
 run is resumed, rows of later steps are dropped, for they will come again.
 """
 
+import contextlib
 import json
 import math
 import os
@@ -14,7 +15,9 @@ from typing import Any
 
 import rich.console
 import rich.progress
-import tensorboardX
+from tensorboardX import summary
+from tensorboardX.event_file_writer import EventsWriter
+from tensorboardX.proto.event_pb2 import Event
 
 from train.run_folder import write_atomically
 
@@ -34,6 +37,13 @@ _SHOWN_IN_BAR = {"loss": "loss {:.3f}", "tokens_per_second": "{:,.0f} tokens/s",
 _NOT_METRICS = ("step", "split", "seconds", "samples")
 
 
+class _Console(rich.console.Console):
+    """A console whose reader may go away: training and its record go on without it."""
+
+    def on_broken_pipe(self) -> None:
+        self.quiet = True
+
+
 class Reporter:
     """Tells the user how a run goes, and keeps the record.
 
@@ -42,10 +52,10 @@ class Reporter:
     """
 
     def __init__(self, console: rich.console.Console | None = None) -> None:
-        self._console = rich.console.Console(stderr=True) if console is None else console
+        self._console = _Console(stderr=True, emoji=False) if console is None else console
         self._bar: rich.progress.Progress | None = None
         self._metrics: Any = None
-        self._board: tensorboardX.SummaryWriter | None = None
+        self._board: EventsWriter | None = None
         self._board_origin = 0.0
         self._total_steps = 0
         self._first_row: tuple[int, float] | None = None
@@ -67,7 +77,9 @@ class Reporter:
         self._board_origin = time.time() - seconds
         for file in (run_dir / "tensorboard").glob("events.out.tfevents.*"):
             file.unlink()
-        self._board = tensorboardX.SummaryWriter(str(run_dir / "tensorboard"), flush_secs=10)
+        # The writer without a thread, because a thread that has died of a full disk would block the training for ever.
+        (run_dir / "tensorboard").mkdir(exist_ok=True)
+        self._board = EventsWriter(str(run_dir / "tensorboard" / "events"))
         for row in rows:
             self._write_board(row)
         if self._console.is_terminal:
@@ -109,7 +121,8 @@ class Reporter:
         if self._bar is not None:
             self._bar.stop()
         if self._board is not None:
-            self._board.close()
+            with contextlib.suppress(OSError):  # what is missing there is in metrics.jsonl
+                self._board.close()
         if self._metrics is not None:
             self._metrics.close()
         self._bar = self._board = self._metrics = None
@@ -136,13 +149,23 @@ class Reporter:
         return [f"{minutes // 60}:{minutes % 60:02d}:{seconds:02d} left"]
 
     def _write_board(self, row: Row) -> None:
-        assert self._board is not None
-        when = {"global_step": row["step"], "walltime": self._board_origin + row.get("seconds", 0.0)}
-        for key, value in row.items():
-            if key not in _NOT_METRICS and value is not None:
-                self._board.add_scalar(f"{row['split']}/{key}", value, **when)
+        if self._board is None:
+            return
+        shown = [
+            summary.scalar(f"{row['split']}/{key}", value)
+            for key, value in row.items()
+            if key not in _NOT_METRICS and value is not None
+        ]
         if row.get("samples"):
-            self._board.add_text(f"{row['split']}/samples", _table(row["samples"]), **when)
+            shown.append(summary.text(f"{row['split']}/samples", _table(row["samples"])))
+        try:
+            for one in shown:
+                when = self._board_origin + row.get("seconds", 0.0)
+                self._board.write_event(Event(step=row["step"], wall_time=when, summary=one))
+            self._board.flush()
+        except OSError as error:
+            self.warn(f"TensorBoard gets no more of this run ({error.strerror}); it will when the run is resumed")
+            self._board = None
 
 
 def cut_back(path: Path, step: int) -> list[dict[str, Any]]:

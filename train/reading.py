@@ -19,7 +19,7 @@ from typing import Any
 from train.config import Format
 from train.tasks import Examples
 
-_GZIP_MAGIC = b"\x1f\x8b"
+GZIP_MAGIC = b"\x1f\x8b"
 _UNDECODED = re.compile("[\udc80-\udcff]")  # what `surrogateescape` makes of a byte that is not UTF-8
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
@@ -152,7 +152,7 @@ def _lines(path: str | Path) -> Iterator[str]:
 def _raw_lines(path: str | Path) -> Generator[str, None, None]:
     with contextlib.ExitStack() as stack:
         file = stack.enter_context(Path(path).open("rb"))
-        zipped = str(path).endswith(".gz") or file.peek(2)[:2] == _GZIP_MAGIC
+        zipped = str(path).endswith(".gz") or file.peek(2)[:2] == GZIP_MAGIC
         binary = stack.enter_context(gzip.GzipFile(fileobj=file)) if zipped else file
         text = io.TextIOWrapper(binary, encoding="utf-8-sig", errors="surrogateescape", newline="\n")
         stack.enter_context(text)

@@ -1,6 +1,7 @@
 """Lines to answers while they come: what makes `tfm generate` a filter."""
 
 import gzip
+import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ import numpy as np
 
 from tfm.decoding.sampling import Sampler
 from tfm.pipeline import Answer, TextModel
+from train.reading import GZIP_MAGIC
 
 LINES_AT_ONCE = 64
 
@@ -17,9 +19,17 @@ Group = tuple[int, Sequence[bytes | str]]
 
 
 def file_lines(path: Path) -> Iterator[Group]:
-    """The lines of a file, plain or .gz, in whole groups; see `group_lines`."""
-    with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
-        yield from group_lines(file, whole_groups=True)
+    """The lines of a file, plain or gzipped, in whole groups; see `group_lines`.
+
+    Raises:
+        ValueError: gzip data that is damaged or cut off.
+    """
+    with path.open("rb") as plain:
+        zipped = path.suffix == ".gz" or plain.peek(2)[:2] == GZIP_MAGIC
+        try:
+            yield from group_lines(gzip.GzipFile(fileobj=plain) if zipped else plain, whole_groups=True)
+        except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+            raise ValueError(f"{path}: the gzip data cannot be read on: {error}") from error
 
 
 def group_lines(stream: Any, *, whole_groups: bool) -> Iterator[Group]:

@@ -1,5 +1,6 @@
 """Ids to ids: the whole of generation in one compiled call, its loop on the device."""
 
+import dataclasses
 import functools
 import typing
 
@@ -9,9 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from tfm.axes import Array, Bool, Float, Int, KeyArray
+from tfm.decoding.beam import BeamSearch, NBest, beam_search
 from tfm.decoding.inference import complete_inputs, decode_step, prefill
 from tfm.decoding.sampling import Greedy, Sampler, Sampling
-from tfm.nn.cache import Cache
+from tfm.nn.cache import Cache, reorder, widen
 from tfm.nn.logprob import label_log_probs
 from tfm.nn.params import Params
 from tfm.nn.transformer import Model
@@ -81,11 +83,86 @@ def generate(
         sampler = sampler.as_arrays(batch)
         if key is None:
             raise ValueError("expected a key for a sampler that draws, got none")
-    if jnp.shape(max_tokens) not in ((), (batch,)):
-        raise ValueError(f"expected one max_tokens or {batch}, one a row, got shape {jnp.shape(max_tokens)}")
-    capacity = _capacity(max_tokens, inputs[2].shape[1], model.config.max_target_length, capacity)
-    limits = jnp.broadcast_to(jnp.asarray(max_tokens, jnp.int32), (batch,))
+    capacity, limits = _limits(max_tokens, batch, inputs[2].shape[1], model.config.max_target_length, capacity)
     return _generate(model, params, *inputs, sampler, limits, _row_keys(key, batch), capacity=capacity)
+
+
+def generate_n_best(
+    model: Model,
+    params: Params,
+    source: Int[Array | np.ndarray, "B S"],
+    *,
+    max_tokens: int | Int[Array | np.ndarray, ""] | Int[Array | np.ndarray, "B"],
+    search: BeamSearch = BeamSearch(),  # noqa: B008 - frozen and without state
+    source_lengths: Int[Array | np.ndarray, "B"] | None = None,
+    prompt: Int[Array | np.ndarray, "B T"] | None = None,
+    prompt_lengths: Int[Array | np.ndarray, "B"] | None = None,
+    capacity: int | None = None,
+) -> NBest:
+    """The best continuations of every row that beam search finds.
+
+    The source is encoded, and its keys and values projected and kept, once for all hypotheses of a row. Compiles once
+    for each model, capacity, set of array shapes and of the search's settings; α, lengths and `max_tokens` are traced.
+
+    Args:
+        model: from `tfm.nn.transformer.build_model`.
+        params: its parameters.
+        source: ids, padded on the right.
+        max_tokens: the most new tokens, as in `generate`.
+        search: width, penalty and rule of stopping.
+        source_lengths: as in `generate`, as the rest.
+        prompt: the decoder's first tokens.
+        prompt_lengths: real tokens of each prompt.
+        capacity: the most target tokens that the cache can hold.
+
+    Returns:
+        An `NBest` whose T is capacity + 1 less the prompt's T.
+
+    Raises:
+        ValueError: as `generate`, or a setting of the search out of its range.
+    """
+    batch = source.shape[0]
+    inputs = complete_inputs(model, source, source_lengths, prompt, prompt_lengths)
+    search.check(batch)
+    if search.width > model.config.target_vocab_size:
+        raise ValueError(
+            f"expected a width of at most the vocabulary's {model.config.target_vocab_size}, got {search.width}"
+        )
+    search = dataclasses.replace(search, alpha=jnp.asarray(search.alpha, jnp.float32))
+    capacity, limits = _limits(max_tokens, batch, inputs[2].shape[1], model.config.max_target_length, capacity)
+    return _generate_n_best(model, params, *inputs, search, limits, capacity=capacity)
+
+
+@functools.partial(jax.jit, static_argnames=("model", "capacity"))
+def _generate_n_best(
+    model: Model,
+    params: Params,
+    source: Array,
+    source_lengths: Array,
+    prompt: Array,
+    prompt_lengths: Array,
+    search: BeamSearch,
+    limits: Array,
+    *,
+    capacity: int,
+) -> NBest:
+    def step(tokens: Array, cache: Cache) -> tuple[Array, Cache]:
+        logits, cache = decode_step(model, params, tokens, cache)
+        return logits[:, -1], cache
+
+    logits, cache = prefill(model, params, source, source_lengths, prompt, prompt_lengths, capacity=capacity)
+    num_new = _most_new(capacity, prompt.shape[1])
+    return beam_search(
+        search,
+        logits[:, -1],
+        widen(cache, search.width),
+        step=step,
+        reorder=reorder,
+        limits=jnp.minimum(limits, num_new),
+        max_tokens=num_new,
+        end_id=model.config.end_id,
+        pad_id=model.config.pad_id,
+    )
 
 
 class _Loop(typing.NamedTuple):
@@ -160,6 +237,16 @@ def _row_keys(key: KeyArray | None, batch: int) -> Array:
     if key.shape != (batch,):
         raise ValueError(f"expected one key or {batch}, one a row, got keys of shape {key.shape}")
     return key
+
+
+def _limits(
+    max_tokens: typing.Any, batch: int, prompt_length: int, most: int, capacity: int | None
+) -> tuple[int, Array]:
+    """The static capacity, and each row's limit of tokens."""
+    if jnp.shape(max_tokens) not in ((), (batch,)):
+        raise ValueError(f"expected one max_tokens or {batch}, one a row, got shape {jnp.shape(max_tokens)}")
+    capacity = _capacity(max_tokens, prompt_length, most, capacity)
+    return capacity, jnp.broadcast_to(jnp.asarray(max_tokens, jnp.int32), (batch,))
 
 
 def _capacity(max_tokens: typing.Any, prompt_length: int, most: int, capacity: int | None) -> int:

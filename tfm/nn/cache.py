@@ -120,6 +120,15 @@ def write(cache: KeysValues, new: KeysValues, starts: Int[Array, "B"]) -> KeysVa
     return jax.tree.map(lambda old, added: jax.vmap(write_row)(old, added, starts), cache, new)
 
 
+def widen(cache: Cache, width: int) -> Cache:
+    """W equal hypotheses for each row, lying row after row, on one source: `[B, K, S, H]` is not repeated."""
+    layers = tuple(
+        LayerCache(jax.tree.map(lambda x: jnp.repeat(x, width, axis=0), layer.self_attention), layer.cross_attention)
+        for layer in cache.layers
+    )
+    return Cache(layers, jnp.repeat(cache.lengths, width), cache.source_lengths)
+
+
 def reorder(cache: Cache, parents: Int[Array, "B"]) -> Cache:
     """Row i of the result continues row parents[i]; the source side stays, because parents share a source.
 

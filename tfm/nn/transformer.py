@@ -102,7 +102,9 @@ class DecoderLayer(Block):
         if source is not None:
 
             def attend_source(x: Array) -> Array:
-                return self.cross_attention(x, source, visible=source_visible)
+                # W hypotheses of a source are W times as many queries to it
+                queries = x.reshape(source.keys.shape[0], -1, x.shape[-1])
+                return self.cross_attention(queries, source, visible=source_visible).reshape(x.shape)
 
             x = self.residual(x, self.cross_attention_norm, attend_source)
         x = self.residual(x, self.feed_forward_norm, self.feed_forward)

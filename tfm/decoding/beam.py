@@ -1,0 +1,226 @@
+"""Beam search over a step callback, wholly on the device. It knows no model: only logits, and how to go on.
+
+A hypothesis is complete when it ends with the end token, or is cut off at its row's limit of tokens; complete ones are
+ranked by  score = log P(Y) / lp(|Y|),  |Y| counting the end token. Both length penalties are 1 for α = 0, and favour
+longer hypotheses as α grows:
+
+    gnmt     lp(n) = ((5 + n) / 6)^α      (Wu et al. 2016, equation 14)
+    power    lp(n) = n^α                  (α = 1: the mean log-probability of a token)
+
+A row's search ends, at the latest when no incomplete hypothesis is left, by one of three rules:
+
+    first-finished    one hypothesis is complete
+    all-finished      W hypotheses are complete, W being the width
+    provably-best     the num_best-th best complete score  ≥  max log P(incomplete) / lp(limit): tokens to come can only
+                      lower log P, and no penalty is larger than that of the limit, so no later one can be better
+"""
+
+import dataclasses
+import typing
+from collections.abc import Callable
+from typing import Any, Literal
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from tfm.axes import Array, Bool, Float, Int
+
+LengthPenalty = Literal["gnmt", "power"]
+Stop = Literal["first-finished", "provably-best", "all-finished"]
+
+
+@typing.no_type_check  # pytrees are also built from shapes, specs and other non-arrays
+@flax.struct.dataclass
+class BeamSearch:
+    """How to search. α is traced; the rest decides what is compiled."""
+
+    width: int = flax.struct.field(pytree_node=False, default=4)
+    """W: incomplete hypotheses that are followed."""
+    num_best: int = flax.struct.field(pytree_node=False, default=1)
+    """Hypotheses that are returned, at most W."""
+    alpha: Float[Array, "*B"] | float = 0.6
+    """α of the length penalty, at least 0: one for all rows or one for each."""
+    length_penalty: LengthPenalty = flax.struct.field(pytree_node=False, default="gnmt")
+    stop: Stop = flax.struct.field(pytree_node=False, default="provably-best")
+
+    def check(self, batch: int) -> None:
+        """Raises ValueError for a setting out of its range; an α that is only known later cannot be checked."""
+        if self.width < 1:
+            raise ValueError(f"expected a width of at least 1, got {self.width}")
+        if not 1 <= self.num_best <= self.width:
+            raise ValueError(f"expected num_best from 1 to the width {self.width}, got {self.num_best}")
+        for name, options in (("length_penalty", LengthPenalty), ("stop", Stop)):
+            if getattr(self, name) not in typing.get_args(options):
+                expected = ", ".join(typing.get_args(options))
+                raise ValueError(f"expected a {name} of {expected}, got {getattr(self, name)!r}")
+        if jnp.shape(self.alpha) not in ((), (batch,)):
+            raise ValueError(f"expected one alpha or {batch}, one a row, got an array of shape {jnp.shape(self.alpha)}")
+        if not isinstance(self.alpha, jax.core.Tracer) and not np.all(np.asarray(self.alpha) >= 0):
+            raise ValueError(f"expected alpha at least 0, got {self.alpha}")
+
+    def penalty(self, lengths: Int[Array, "*B"]) -> Float[Array, "_ 1"]:
+        """lp(lengths): one length for all rows, or one for each."""
+        n = jnp.asarray(lengths, jnp.float32)
+        base = (5 + n) / 6 if self.length_penalty == "gnmt" else jnp.maximum(n, 1)
+        return (base**self.alpha).reshape(-1, 1)
+
+
+@typing.no_type_check
+@flax.struct.dataclass
+class NBest:
+    """The best hypotheses of each row, best first. Where a row has fewer, those that are missing have score -inf."""
+
+    tokens: Int[Array, "B R T"]
+    """The new ids, the end token included where one came; the padding id behind."""
+    token_log_probs: Float[Array, "B R T"]
+    """The log-probability of each of them; 0 behind."""
+    lengths: Int[Array, "B R"]
+    """New ids of each hypothesis, the end token counted."""
+    log_probs: Float[Array, "B R"]
+    """log P: the sum of the tokens' log-probabilities."""
+    scores: Float[Array, "B R"]
+    """What ranks them: log P / lp(length)."""
+    finished: Bool[Array, "B R"]
+    """True where the hypothesis ended with the end token, False where its limit of tokens cut it off."""
+
+
+State = Any
+"""What the callbacks remember of B·W hypotheses: a pytree that the search only hands on."""
+
+
+class _Loop(typing.NamedTuple):
+    """What the loop carries: W incomplete hypotheses a row and the W best complete ones."""
+
+    step: Array
+    live: NBest
+    complete: NBest
+    going: Array
+    """[B], rows whose search goes on."""
+    state: State
+
+
+def beam_search(
+    search: BeamSearch,
+    logits: Float[Array, "B V"],
+    state: State,
+    *,
+    step: Callable[[Int[Array, "BW 1"], State], tuple[Float[Array, "BW V"], State]],
+    reorder: Callable[[State, Int[Array, "BW"]], State],
+    limits: Int[Array, "B"],
+    max_tokens: int,
+    end_id: int,
+    pad_id: int,
+) -> NBest:
+    """Follows the W likeliest hypotheses of every row.
+
+    At each step the 2·W likeliest continuations of a row are looked at: at most W of them end, so at least W go on.
+
+    Args:
+        search: its settings, checked.
+        logits: of the first token.
+        state: W equal hypotheses a row, lying row after row.
+        step: feeds one token to every hypothesis; gives the logits of the next one.
+        reorder: has hypothesis i become a continuation of hypothesis parents[i], always one of the same row.
+        limits: the most tokens of each row, at most `max_tokens`. A row with 0 has one empty hypothesis.
+        max_tokens: T of the result.
+        end_id: ends a hypothesis.
+        pad_id: fills rows behind their end.
+
+    Returns:
+        `search.num_best` hypotheses a row.
+    """
+    batch, width = logits.shape[0], search.width
+    rows = jnp.arange(batch)[:, None]
+
+    def going(live: NBest, complete: NBest, was: Array) -> Array:
+        """Where the search has not ended yet, by its rule."""
+        open_ = was & (live.log_probs[:, 0] > -jnp.inf)
+        if search.stop == "first-finished":
+            return open_ & ~(complete.scores[:, 0] > -jnp.inf)
+        if search.stop == "all-finished":
+            return open_ & ~(complete.scores[:, -1] > -jnp.inf)
+        bound = live.log_probs[:, 0] / search.penalty(limits)[:, 0]
+        return open_ & ~(complete.scores[:, search.num_best - 1] >= bound)
+
+    def expand(loop: _Loop, logits: Array, state: State) -> tuple[_Loop, Array]:
+        """One token more; and each new incomplete hypothesis's parent, as an index into the state."""
+        live, length = loop.live, loop.step + 1
+        logits = logits.reshape(batch, width, -1)
+        most = min(2 * width, logits.shape[-1])
+        # the likeliest of each hypothesis first, so that nothing of size W·V is sorted, or normalised
+        best_logits, best_tokens = jax.lax.top_k(logits, most)
+        best_log_probs = best_logits - jax.nn.logsumexp(logits, axis=-1, keepdims=True)
+        totals = (live.log_probs[..., None] + best_log_probs).reshape(batch, -1)
+        log_probs, chosen = jax.lax.top_k(totals, 2 * width)
+        parents = chosen // most
+        tokens = best_tokens.reshape(batch, -1)[rows, chosen]
+        ended = tokens == end_id
+        candidates = NBest(
+            tokens=jax.lax.dynamic_update_slice(live.tokens[rows, parents], tokens[..., None], (0, 0, loop.step)),
+            token_log_probs=jax.lax.dynamic_update_slice(
+                live.token_log_probs[rows, parents],
+                best_log_probs.reshape(batch, -1)[rows, chosen][..., None],
+                (0, 0, loop.step),
+            ),
+            lengths=jnp.full(tokens.shape, length, jnp.int32),
+            log_probs=log_probs,
+            scores=log_probs / search.penalty(length),
+            finished=ended,
+        )
+        is_complete = ended | (length >= limits)[:, None]
+        new = dataclasses.replace(
+            candidates, scores=jnp.where(is_complete & loop.going[:, None], candidates.scores, -jnp.inf)
+        )
+        pool = jax.tree.map(lambda *both: jnp.concatenate(both, axis=1), loop.complete, new)
+        complete = _take(pool, jax.lax.top_k(pool.scores, width)[1])
+
+        _, kept = jax.lax.top_k(jnp.where(is_complete, -jnp.inf, log_probs), width)
+        live = _take(dataclasses.replace(candidates, log_probs=jnp.where(is_complete, -jnp.inf, log_probs)), kept)
+        still = going(live, complete, loop.going)
+        # a hypothesis of a row that has ended has no continuation that could be among the best
+        live = dataclasses.replace(live, log_probs=jnp.where(still[:, None], live.log_probs, -jnp.inf))
+        return _Loop(length, live, complete, still, state), (rows * width + parents[rows, kept]).reshape(-1)
+
+    def advance(loop: _Loop) -> _Loop:
+        last = jax.lax.dynamic_index_in_dim(loop.live.tokens, loop.step - 1, axis=2)
+        logits, state = step(last.reshape(batch * width, 1), loop.state)
+        loop, parents = expand(loop, logits, state)
+        return loop._replace(state=reorder(loop.state, parents))
+
+    empty = _nothing(batch, width, max_tokens, pad_id)
+    # one hypothesis, the empty one: W equal ones would stay equal
+    live = dataclasses.replace(empty, log_probs=empty.log_probs.at[:, 0].set(0))
+    at_once = jnp.where(limits == 0, 0, -jnp.inf)
+    complete = dataclasses.replace(
+        empty, scores=empty.scores.at[:, 0].set(at_once), log_probs=empty.log_probs.at[:, 0].set(at_once)
+    )
+    start = _Loop(jnp.int32(0), live, complete, limits > 0, state)
+    loop, _ = expand(start, jnp.broadcast_to(logits[:, None], (batch, width, logits.shape[-1])), state)
+    loop = jax.lax.while_loop(lambda loop: loop.going.any(), advance, loop)
+    best = jax.tree.map(lambda x: x[:, : search.num_best], loop.complete)
+    missing = best.scores == -jnp.inf
+    return dataclasses.replace(
+        best,
+        tokens=jnp.where(missing[..., None], pad_id, best.tokens),
+        token_log_probs=jnp.where(missing[..., None], 0, best.token_log_probs),
+        lengths=jnp.where(missing, 0, best.lengths),
+        log_probs=jnp.where(missing, -jnp.inf, best.log_probs),
+        finished=best.finished & ~missing,
+    )
+
+
+def _nothing(batch: int, width: int, max_tokens: int, pad_id: int) -> NBest:
+    return NBest(
+        tokens=jnp.full((batch, width, max_tokens), pad_id, jnp.int32),
+        token_log_probs=jnp.zeros((batch, width, max_tokens), jnp.float32),
+        lengths=jnp.zeros((batch, width), jnp.int32),
+        log_probs=jnp.full((batch, width), -jnp.inf, jnp.float32),
+        scores=jnp.full((batch, width), -jnp.inf, jnp.float32),
+        finished=jnp.zeros((batch, width), bool),
+    )
+
+
+def _take(hypotheses: NBest, chosen: Int[Array, "B R"]) -> NBest:
+    return jax.tree.map(lambda x: x[jnp.arange(x.shape[0])[:, None], chosen], hypotheses)
