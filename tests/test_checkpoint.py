@@ -1,5 +1,6 @@
 """Checkpoints: exact, atomic, bounded; damage is found and named."""
 
+import json
 import os
 import shutil
 import threading
@@ -94,20 +95,17 @@ def test_the_last_ones_and_the_best_are_kept(tmp_path: Path):
         for step, best_step in best.items():
             checkpoints.save(step, {"x": jnp.float32(step)}, {}, Progress(best_step=best_step))
         assert checkpoints.steps == (4, 6, 7)
-        assert float(checkpoints.restore_best({"x": jnp.float32(0)}).state["x"]) == 4
     with Checkpoints(tmp_path, CheckpointConfig(keep=1)) as checkpoints:
         assert checkpoints.restore_latest({"x": jnp.float32(0)}).progress.best_step == 4
         checkpoints.save(8, {"x": jnp.float32(8)}, {}, Progress(best_step=4))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["4", "8"]
 
 
-def test_no_best_without_a_validation(tmp_path: Path):
-    with Checkpoints(tmp_path, CheckpointConfig()) as checkpoints:
-        with pytest.raises(ValueError, match="no checkpoint that was validated"):
-            checkpoints.restore_best({})
+def test_a_checkpoint_says_what_the_run_is_made_of(tmp_path: Path):
+    made_of = {"config": '{"steps": 3}', "tokenizers": ["ä"]}
+    with Checkpoints(tmp_path, CheckpointConfig(), run=made_of) as checkpoints:
         checkpoints.save(1, {"x": jnp.float32(1)}, {}, Progress())
-        with pytest.raises(ValueError, match="no checkpoint that was validated"):
-            checkpoints.restore_best({"x": jnp.float32(1)})
+    assert json.loads((tmp_path / "1" / "about" / "metadata").read_text())["run"] == made_of
 
 
 def test_a_half_written_save_is_no_checkpoint(tmp_path: Path):

@@ -121,7 +121,7 @@ def test_every_config_that_can_be_comes_back_from_json_as_it_was(data):
     try:
         config = from_dict(nested(values))
     except ValueError as error:
-        assert any(key.rpartition(".")[2] in str(error) for key in KEYS)  # noqa: PT017
+        assert any(key.rpartition(".")[2] in str(error) for key in keys)  # noqa: PT017
         return
     assert from_json(to_json(config)) == config
     assert to_dict(config) == json.loads(to_json(config))
@@ -322,3 +322,11 @@ def test_settings_are_read_without_jax():
     code = "import sys, train.config; print('jax' in sys.modules)"
     output = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert output.strip() == "False"
+
+
+def test_a_recipe_may_begin_with_a_byte_order_mark_and_must_be_utf_8(tmp_path):
+    (tmp_path / "mine.toml").write_bytes("\ufeffsteps = 7\noptimizer = { warmup_steps = 2 }\n".encode())
+    assert load_recipe(tmp_path / "mine.toml").steps == 7
+    (tmp_path / "mine.toml").write_bytes("# für\nsteps = 7\n".encode("latin-1"))
+    with pytest.raises(ValueError, match=r"mine.toml: .*utf-8"):
+        load_recipe(tmp_path / "mine.toml")

@@ -8,11 +8,12 @@ import pathlib
 import pytest
 
 import tfm
+import train
 
-ROOT = pathlib.Path(tfm.__file__).parent
 MODULES = sorted(
-    ".".join(path.relative_to(ROOT.parent).with_suffix("").parts)
-    for path in ROOT.rglob("*.py")
+    ".".join(path.relative_to(root.parent).with_suffix("").parts)
+    for root in (pathlib.Path(package.__path__[0]) for package in (tfm, train))
+    for path in root.rglob("*.py")
     if ">>> " in path.read_text(encoding="utf-8")
 )
 

@@ -44,6 +44,12 @@ def row_of(made: list[tuple], *, restart_at: int | None = None) -> dict:
     return row
 
 
+def test_the_rate_after_a_restart_counts_the_time_since():
+    window, metrics = Window({"tokens": 5.0, "positions": 9.0}, begun=1000.0), metrics_of(1.0, 1.0, 300, True)
+    window.add(metrics, Made(1, metrics, positions=400, tokens=300))
+    assert window.row(metrics, 1, seconds=1010.0)["tokens_per_second"] == 30
+
+
 @given(steps, st.integers(0, 7))
 def test_a_row_is_the_mean_over_tokens_and_the_same_after_a_restart(made, restart_at: int):
     row = row_of(made)

@@ -299,19 +299,15 @@ def test_bad_steps_in_a_row_end_the_run_with_the_last_good_checkpoint(tmp_path: 
     )  # fmt: skip
     with pytest.raises(NonFiniteError, match=r"step 4: loss or gradient was not finite, 3 times in a row") as raised:
         run(config, tmp_path)
-    assert "the last checkpoint is of step 3" in str(raised.value)
+    assert "the last checkpoint is of step 1" in str(raised.value)
     rows = recorded_rows(tmp_path / "run")
     assert [(row["step"], row["skipped"], row["loss"] is None) for row in rows] == [
         (1, 0, False), (2, 1, True), (3, 1, True), (4, 1, True),
     ]  # fmt: skip
-    # The checkpoints are from before the bad steps, or hold what was there before them.
-    good, kept = final_state(tmp_path / "run", step=1), final_state(tmp_path / "run")
-    assert (kept["step"], kept["skipped_total"], kept["skipped_in_row"]) == (3, 2, 2)
-    for name in good:
-        if name.startswith("params."):
-            assert np.isfinite(good[name]).all()
-            assert good[name].tobytes() == kept[name].tobytes()
-    # The count goes on where it was.
+    # The checkpoints are from before the bad steps, though one was due at each of them.
+    kept = final_state(tmp_path / "run")
+    assert (kept["step"], kept["skipped_total"], kept["skipped_in_row"]) == (1, 0, 0)
+    assert all(np.isfinite(leaf).all() for name, leaf in kept.items() if name.startswith("params."))
     with pytest.raises(NonFiniteError, match="step 4"):
         run(config, tmp_path)
 

@@ -46,6 +46,16 @@ def test_held_out_sources_that_are_too_long_are_counted_not_answered(tmp_path: P
     assert sum(int((batch.weights.sum(axis=1) > 0).sum()) for batch in prepared.validation) == 3
 
 
+@pytest.mark.parametrize("batch", [{"tokens": 16, "accumulation_steps": 2}, {"tokens": 8}])
+def test_the_budget_of_training_does_not_limit_what_is_held_out(tmp_path: Path, batch):
+    held_out = tmp_path / "held.tsv"
+    held_out.write_text("a" * 29 + "\tA B\nab\tB A\n")
+    changes = {"data": {"validation": (str(held_out),), "validation_share": 0.0, "max_source_tokens": 30}}
+    prepared = prepare(tiny_config(tmp_path, batch=batch, **changes))
+    assert prepared.validation is not None
+    assert sum(int((batch.weights.sum(axis=1) > 0).sum()) for batch in prepared.validation) == 2
+
+
 def test_held_out_pairs_of_which_none_fits_are_an_error(tmp_path: Path):
     held_out = tmp_path / "held.tsv"
     held_out.write_text("abcdefabc\tA B\n")

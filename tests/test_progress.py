@@ -1,5 +1,6 @@
 """The record of a run, and what is shown of it."""
 
+import errno
 import io
 import json
 import math
@@ -8,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import rich.console
+from tensorboardX.event_file_writer import EventsWriter
 from tensorboardX.proto import event_pb2
 
 from train.progress import Reporter, cut_back
@@ -103,6 +105,28 @@ def test_tensorboard_says_what_the_record_says_also_after_a_restart(tmp_path: Pa
         (30, "train/loss", 31.0),
         (30, "train/skipped", 2.0),
     ]
+
+
+def test_a_disk_that_is_full_for_a_while_costs_tensorboard_and_nothing_else(tmp_path: Path, monkeypatch):
+    reporter, shown = text_reporter()
+    reporter.start(tmp_path, step=0, total_steps=100)
+
+    def fail(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(EventsWriter, "write_event", fail)
+    rows = [train_row(step, extra=1.0) for step in range(1, 30)]
+    for row in rows:
+        reporter.record(row)
+    reporter.close()
+    assert rows_in(tmp_path) == rows
+    assert shown.getvalue().count("TensorBoard gets no more of this run (No space left on device)") == 1
+
+
+def test_text_is_shown_as_it_is(tmp_path: Path, capsys):
+    reporter = Reporter()
+    reporter.message("10:a: [b] :dog:")
+    assert capsys.readouterr().err == "10:a: [b] :dog:\n"
 
 
 def test_lines_where_there_is_no_terminal(tmp_path: Path):

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from tfm.batch import Batch, make_batch
     from tfm.config import PRESETS, ModelConfig, preset
-    from tfm.decoding.generate import Generation, generate
+    from tfm.decoding.beam import BeamSearch, NBest
+    from tfm.decoding.generate import Generation, generate, generate_n_best
     from tfm.decoding.inference import decode_step, prefill
     from tfm.decoding.sampling import Greedy, Sampling
     from tfm.nn.cache import Cache, cache_bytes
@@ -23,7 +24,8 @@ if TYPE_CHECKING:
 _HOMES = {
     "tfm.batch": ("Batch", "make_batch"),
     "tfm.config": ("PRESETS", "ModelConfig", "preset"),
-    "tfm.decoding.generate": ("Generation", "generate"),
+    "tfm.decoding.beam": ("BeamSearch", "NBest"),
+    "tfm.decoding.generate": ("Generation", "generate", "generate_n_best"),
     "tfm.decoding.inference": ("decode_step", "prefill"),
     "tfm.decoding.sampling": ("Greedy", "Sampling"),
     "tfm.nn.cache": ("Cache", "cache_bytes"),
@@ -38,7 +40,7 @@ _HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
 __all__ = [  # noqa: RUF022 - grouped by module, as above
     "Batch", "make_batch",
     "PRESETS", "ModelConfig", "preset",
-    "Generation", "generate", "decode_step", "prefill", "Greedy", "Sampling",
+    "BeamSearch", "NBest", "Generation", "generate", "generate_n_best", "decode_step", "prefill", "Greedy", "Sampling",
     "Cache", "cache_bytes", "count_params", "init_params",
     "DecoderOnly", "EncoderDecoder", "build_model",
     "Answer", "TextModel", "load",

@@ -12,7 +12,7 @@ import logging
 import os
 import time
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -84,13 +84,15 @@ class Checkpoints:
     Args:
         folder: holds one folder a checkpoint, named by its step.
         config: how many are kept.
+        run: JSON-able; what the run is made of, stored in every checkpoint, so that one that was copied away says it.
         wait_limit_s: no wait for a save in the background is longer than this.
         warn: is told of damage that was got round.
 
     Example:
+        >>> import tempfile
         >>> with tempfile.TemporaryDirectory() as folder, Checkpoints(folder, CheckpointConfig(keep=2)) as checkpoints:
-        ...     checkpoints.save(10, {"w": jnp.ones(3)}, {"epoch": 1}, Progress(best_step=10))
-        ...     restored = checkpoints.restore_latest({"w": jnp.zeros(3)})
+        ...     checkpoints.save(10, {"w": np.ones(3)}, {"epoch": 1}, Progress(best_step=10))
+        ...     restored = checkpoints.restore_latest({"w": np.zeros(3)})
         ...     restored.step, restored.state["w"].tolist(), restored.data_position
         (10, [1.0, 1.0, 1.0], {'epoch': 1})
     """
@@ -100,11 +102,13 @@ class Checkpoints:
         folder: str | Path,
         config: CheckpointConfig,
         *,
+        run: Mapping[str, Any] | None = None,
         wait_limit_s: float = 600.0,
         warn: Callable[[str], object] = _LOGGER.warning,
     ) -> None:
         self.folder = Path(folder).absolute()
         self._warn = warn
+        self._run = dict(run or {})
         self._wait_limit_s = wait_limit_s
         self._saving: int | None = None
         self._preserved = _LastAndBest(config.keep)
@@ -153,6 +157,7 @@ class Checkpoints:
             "jax_version": jax.__version__,
             "data_position": data_position,
             "progress": dataclasses.asdict(progress),
+            "run": self._run,
         }
         self._manager.save(
             step,
@@ -205,18 +210,6 @@ class Checkpoints:
                 return self.steps[-1], Progress(**self._read_about(self.steps[-1])["progress"])
         except DamagedCheckpointError:
             return None
-
-    def restore_best(self, template: Any) -> Restored:
-        """The checkpoint with the best validation metric. See `restore_latest` for `template`.
-
-        Raises:
-            ValueError: no validation has been saved, or the best checkpoint cannot be read.
-        """
-        self.wait()
-        best_step = self._read_about(self.steps[-1])["progress"]["best_step"] if self.steps else None
-        if best_step is None:
-            raise ValueError(f"{self.folder} holds no checkpoint that was validated")
-        return self._restore(best_step, template)
 
     def wait(self) -> None:
         """Waits until the save in the background, if any, is complete.

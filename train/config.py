@@ -258,7 +258,7 @@ FROM_TOKENIZERS = (
 
 RESUME_MAY_CHANGE = frozenset({
     "steps", "log_every_steps", "max_bad_steps", "checkpoint.every_steps", "checkpoint.keep", "validation.every_steps",
-    "validation.patience", "validation.samples", "validation.max_examples",
+    "validation.patience", "validation.samples",
 })  # fmt: skip
 """Settings that may differ when a run is resumed.
 

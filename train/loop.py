@@ -23,9 +23,10 @@ from tfm.nn.params import count_params
 from tfm.nn.transformer import build_model
 from tfm.pipeline import TextModel
 from tfm.store import save_model
-from tfm.text_metrics import HIGHER_IS_BETTER
+from tfm.text_metrics import HIGHER_IS_BETTER, signature
+from tfm.tokenizer import Tokenizer
 from train.checkpoint import Checkpoints, Progress
-from train.config import RESUME_MAY_CHANGE, TrainConfig, changed_fields
+from train.config import RESUME_MAY_CHANGE, TrainConfig, changed_fields, to_json
 from train.evaluate import evaluate, held_out_loss
 from train.instruments import Clock, Compilations, Made, Window, count_positions
 from train.optimizer import make_optimizer
@@ -106,14 +107,17 @@ def train(config: TrainConfig, run_dir: str | Path, *, reporter: Reports) -> Out
         signals = stack.enter_context(Signals())
         stack.enter_context(folder.locked())
 
-        def open_checkpoints() -> Checkpoints:
-            return stack.enter_context(Checkpoints(folder.checkpoints, config.checkpoint, warn=reporter.warn))
+        def open_checkpoints(tokenizers: tuple[Tokenizer, Tokenizer]) -> Checkpoints:
+            made_of = {"config": to_json(config), "tokenizers": [tokenizer.to_json() for tokenizer in tokenizers]}
+            return stack.enter_context(
+                Checkpoints(folder.checkpoints, config.checkpoint, run=made_of, warn=reporter.warn)
+            )
 
         if folder.is_run():
             tokenizers = folder.read_tokenizers()
             config = with_tokenizers(config, *tokenizers)
             _check_changes(folder, config)
-            checkpoints = open_checkpoints()
+            checkpoints = open_checkpoints(tokenizers)
             if (outcome := _complete(config, checkpoints)) is not None:
                 reporter.message(f"the run in {folder.path} is complete ({_words(outcome)}): nothing to do")
                 return outcome
@@ -123,8 +127,9 @@ def train(config: TrainConfig, run_dir: str | Path, *, reporter: Reports) -> Out
         else:
             prepared = prepare(config)
             config = prepared.config
-            folder.create(config, prepared.source_tokenizer, prepared.target_tokenizer)
-            session = _Session(prepared, folder, open_checkpoints(), reporter, signals)
+            made = (prepared.source_tokenizer, prepared.target_tokenizer)
+            folder.create(config, *made)
+            session = _Session(prepared, folder, open_checkpoints(made), reporter, signals)
         return session.run()
 
 
@@ -218,6 +223,9 @@ class _Session:
         config, tell = self._config, self._reporter.message
         for note in self._prepared.notes:
             tell(note)
+        metric = config.validation.metric
+        if self._prepared.examples and (how := signature(metric, self._prepared.examples.references)):
+            tell(f"{metric} is {how}")
         device = jax.devices()[0]
         tell(
             f"{count_params(self._state.params):,} parameters; on {device.device_kind} in {compute_dtype(config.dtype)}"

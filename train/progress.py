@@ -120,12 +120,10 @@ class Reporter:
         """Ends bar and records. May be called twice."""
         if self._bar is not None:
             self._bar.stop()
-        if self._board is not None:
-            with contextlib.suppress(OSError):  # what is missing there is in metrics.jsonl
-                self._board.close()
+        self._close_board()
         if self._metrics is not None:
             self._metrics.close()
-        self._bar = self._board = self._metrics = None
+        self._bar = self._metrics = None
 
     def _lines(self, row: Row) -> list[str]:
         place = f"step {row['step']:,}/{self._total_steps:,}"
@@ -165,7 +163,13 @@ class Reporter:
             self._board.flush()
         except OSError as error:
             self.warn(f"TensorBoard gets no more of this run ({error.strerror}); it will when the run is resumed")
-            self._board = None
+            self._close_board()
+
+    def _close_board(self) -> None:
+        if self._board is not None:
+            with contextlib.suppress(OSError):  # what is missing there is in metrics.jsonl
+                self._board.close()
+        self._board = None
 
 
 def cut_back(path: Path, step: int) -> list[dict[str, Any]]:

@@ -1,0 +1,343 @@
+"""What the commands do with a run, in this process and as processes of their own."""
+
+import io
+import json
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from streams import Blocks
+
+from tfm.nn.cache import cache_bytes
+from train.cli import main
+from train.streaming import LINES_AT_ONCE
+
+TFM = [sys.executable, "-m", "train.cli"]
+
+
+def errors(capsys) -> str:
+    """The one line that a mistake gets, and nothing on standard output."""
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("tfm: error: ")
+    assert err.count("\n") == 1
+    return err
+
+
+# --- with a run
+
+
+def make_files(folder: Path) -> None:
+    draw = random.Random(0)
+    words = sorted({"".join(draw.choices("abcdef", k=draw.randint(2, 7))) for _ in range(150)})
+    lines = [f"{word}\t{' '.join(reversed(word.upper()))}\n" for word in words]
+    (folder / "train.tsv").write_text("".join(lines[:-20]))
+    (folder / "test.tsv").write_text("".join(lines[-20:]))
+
+
+SMALL = """
+steps = 20
+log_every_steps = 5
+data = { train = ["TRAIN"], test = ["TEST"], validation_share = 0.1, max_source_tokens = 10, max_target_tokens = 10 }
+tokenizer = { source_kind = "char", target_kind = "word" }
+batch = { tokens = 256, max_shapes = 1 }
+optimizer = { learning_rate = 0.003, schedule = "cosine", warmup_steps = 5 }
+validation = { every_steps = 10, metric = "ter", max_examples = 8 }
+checkpoint = { every_steps = 10 }
+
+[model]
+model_dim = 16
+feed_forward_dim = 32
+num_heads = 2
+encoder_layers = 1
+decoder_layers = 1
+max_source_length = 16
+max_target_length = 16
+"""
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A folder with test.tsv, small.toml and the finished run `run`."""
+    folder = tmp_path_factory.mktemp("cli")
+    make_files(folder)
+    recipe = SMALL.replace("TRAIN", str(folder / "train.tsv")).replace("TEST", str(folder / "test.tsv"))
+    (folder / "small.toml").write_text(recipe)
+    assert main(["train", str(folder / "small.toml"), "--run", str(folder / "run")]) == 0
+    return folder
+
+
+def result(capsys, arguments):
+    """The JSON object that a command prints."""
+    capsys.readouterr()
+    assert main([str(argument) for argument in arguments]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def answers(capsys, arguments, status=0):
+    """The lines that a command prints."""
+    capsys.readouterr()
+    assert main([str(argument) for argument in arguments]) == status
+    return capsys.readouterr().out.split("\n")[:-1]
+
+
+def test_training_again_says_that_the_run_is_complete(trained, capsys):
+    outcome = result(capsys, ["train", trained / "small.toml", "--run", trained / "run", "--json"])
+    assert (outcome["reason"], outcome["step"], outcome["steps_made"]) == ("steps", 20, 0)
+    assert outcome["best_step"] in (10, 20)
+
+
+def test_a_run_goes_on_from_its_folder_alone_and_says_what_more_steps_mean_for_the_schedule(trained, tmp_path, capsys):
+    run = tmp_path / "run"
+    assert main(["train", str(trained / "small.toml"), "--run", str(run), "--steps", "6"]) == 0
+    capsys.readouterr()
+    assert main(["train", "--run", str(run), "--steps", "8", "--json"]) == 0
+    out, err = capsys.readouterr()
+    outcome = json.loads(out)
+    assert (outcome["step"], outcome["steps_made"]) == (8, 2)
+    assert "steps were 6 and are now 8" in err
+    assert "cosine" in err
+
+
+def test_a_changed_setting_is_refused_by_name(trained, capsys):
+    arguments = ["train", trained / "small.toml", "--run", trained / "run", "--optimizer.learning_rate", "1"]
+    assert main([str(argument) for argument in arguments]) == 2
+    assert "optimizer.learning_rate was 0.003, now 1.0" in errors(capsys)
+
+
+def test_a_dry_run_says_what_would_be_trained_and_writes_nothing(trained, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    plan = result(capsys, ["train", trained / "small.toml", "--dry-run", "--json"])
+    info = result(capsys, ["info", trained / "run", "--json"])
+    assert plan["parameters"] == info["parameters"]["total"] == sum(plan["parameters_by_part"].values())
+    assert plan["bytes"]["parameters"] == 4 * plan["parameters"]
+    assert plan["bytes"]["optimizer"] >= 8 * plan["parameters"]
+    assert plan["bytes"]["step"] > 0
+    assert len(plan["shapes"]) == 1
+    assert all(shape["rows"] * max(shape["source"], shape["target"]) <= 256 for shape in plan["shapes"])
+    assert sum(shape["batches"] for shape in plan["shapes"]) == plan["batches_per_epoch"]
+    lines = answers(capsys, ["train", trained / "small.toml", "--dry-run", "--run", tmp_path / "run"])
+    assert f"{plan['parameters']:,} parameters" in "\n".join(lines)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_info_says_what_a_run_is(trained, capsys):
+    arguments = ["info", trained / "run", "--batch", 3, "--source-length", 7, "--length", 5]
+    info = result(capsys, [*arguments, "--json"])
+    config = from_dict(info["config"])
+    dtype = info["cache"]["dtype"]
+    assert info["cache"]["bytes"] == cache_bytes(config.model, batch=3, source_length=7, capacity=5, dtype=dtype)
+    assert info["metrics"]["train"]["step"] == 20
+    assert "ter" in info["metrics"]["validation"]
+    text = "\n".join(answers(capsys, arguments))
+    for words in (
+        "learning_rate=0.003",
+        f"{info['parameters']['total']:,} parameters",
+        "batch 3",
+        "validation at step",
+    ):
+        assert words in text
+    model = result(capsys, ["info", trained / "run" / "best", "--json"])
+    assert model["parameters"] == info["parameters"]
+    assert main(["info", str(trained / "run"), "--batch", "0"]) == 2
+
+
+def test_evaluation_measures_the_split_that_is_asked_for(trained, capsys):
+    run = trained / "run"
+    test = result(capsys, ["evaluate", run, "--json"])
+    assert test["sources"] == 20
+    assert test["metrics"].keys() == {"loss", "perplexity", "ter"}
+    assert test["model"] == str(run / "best")
+    files = result(capsys, ["evaluate", run / "best", "--split", trained / "test.tsv", "--metrics", "ter", "--json"])
+    assert files["metrics"] == {"ter": test["metrics"]["ter"]}
+    validation = result(capsys, ["evaluate", run, "--split", "validation", "--metrics", "chrf", "--json"])
+    assert validation["sources"] < 20
+    assert "chrF" in validation["signatures"]["chrf"]
+    lines = answers(capsys, ["evaluate", run, "--metrics", "ter", "wer"])
+    assert [line.split()[0] for line in lines[1:]] == ["ter", "wer"]
+
+
+def test_evaluation_says_what_it_lacks(trained, tmp_path, capsys):
+    run = trained / "run"
+    assert main(["evaluate", str(run), "--metrics", "blue"]) == 2
+    assert "'blue'; the nearest is 'bleu'" in errors(capsys)
+    assert main(["evaluate", str(run), "--split", str(tmp_path / "none.tsv")]) == 2
+    assert "none.tsv" in errors(capsys)
+
+
+def test_blank_lines_of_a_split_are_counted_and_not_measured(trained, tmp_path, capsys):
+    rows = (trained / "test.tsv").read_text()
+    (tmp_path / "test.tsv").write_text(f"\n{rows}abc\t\n   \tA B\nabc\t  \n{'a' * 30}\tA\n")
+    clean = result(capsys, ["evaluate", trained / "run", "--json"])
+    gappy = result(capsys, ["evaluate", trained / "run", "--split", tmp_path / "test.tsv", "--json"])
+    assert (gappy["sources"], gappy["left_out"]) == (20, 4)
+    assert gappy["metrics"] == clean["metrics"]
+    (tmp_path / "test.tsv").write_text(" \tA\n")
+    assert main(["evaluate", str(trained / "run"), "--split", str(tmp_path / "test.tsv")]) == 2
+    assert "none of 1 sources can be answered" in errors(capsys)
+
+
+def test_pairs_without_a_loss_are_reported(trained, tmp_path, capsys):
+    (tmp_path / "test.tsv").write_text((trained / "test.tsv").read_text() + "abc\t" + "A " * 40 + "\n")
+    split = ["evaluate", trained / "run", "--split", tmp_path / "test.tsv", "--metrics", "loss"]
+    pairs = result(capsys, [*split, "--json"])["pairs"]
+    assert pairs == {"empty": 0, "too_long_source": 0, "too_long_target": 1, "kept": 20}
+    assert "1 with too long a target" in "\n".join(answers(capsys, split))
+
+
+def test_files_to_measure_on_need_not_be_of_the_runs_kind(trained, tmp_path, capsys):
+    rows = [line.split("\t") for line in (trained / "test.tsv").read_text().splitlines()]
+    (tmp_path / "a.src").write_text("".join(f"{source}\n" for source, _ in rows))
+    (tmp_path / "a.ref").write_text("".join(f"{target}\n" for _, target in rows))
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(dict(source=s, target=t)) + "\n" for s, t in rows))
+    expected = result(capsys, ["evaluate", trained / "run", "--json"])["metrics"]
+    for files in ([tmp_path / "a.src", tmp_path / "a.ref"], [tmp_path / "a.jsonl"]):
+        measured = result(capsys, ["evaluate", trained / "run", "--split", *files, "--json"])
+        assert measured["metrics"] == expected
+
+
+def test_answers_come_a_line_for_a_line_in_order(trained, capsys, tmp_path):
+    run = trained / "run"
+    words = ["abc", "fedcba", "", "aa", "  ", "cafe", "bad"] * 15
+    (tmp_path / "words.txt").write_text("\n".join(words) + "\n")
+    from_file = answers(capsys, ["generate", run, "--input", tmp_path / "words.txt"])
+    assert len(from_file) == len(words)
+    alone = {word: answers(capsys, ["generate", run, word])[0] for word in set(words)}
+    assert from_file == [alone[word] for word in words]
+    assert alone[""] == alone["  "] == ""
+    assert answers(capsys, ["generate", run, *words[:7]]) == from_file[:7]
+
+
+def test_scores_json_and_table_show_the_same_answers(trained, capsys):
+    run = trained / "run"
+    plain = answers(capsys, ["generate", run, "abc", "", "bad"])
+    scored = answers(capsys, ["generate", run, "--scores", "abc", "", "bad"])
+    assert [line.partition("\t")[0] for line in scored] == plain
+    assert float(scored[0].split("\t")[1]) < 0
+    objects = [json.loads(line) for line in answers(capsys, ["generate", run, "abc", "--json", "", "bad"])]
+    assert [entry["text"] for entry in objects] == plain
+    assert [entry["source"] for entry in objects] == ["abc", "", "bad"]
+    assert f"{objects[0]['score']:.4f}" == scored[0].split("\t")[1]
+    table = "\n".join(answers(capsys, ["generate", run, "--table", "abc", "bad"]))
+    assert all(word in table for word in ("abc", "bad", "score", plain[0].split()[0] if plain[0] else ""))
+
+
+def test_sampling_follows_the_seed_and_not_the_way_in(trained, capsys, tmp_path, monkeypatch):
+    run = trained / "run"
+    words = ["abcdef"] * (LINES_AT_ONCE + 10)
+    (tmp_path / "words.txt").write_text("\n".join(words))
+    drawn = ["generate", run, "--temperature", "5", "--input", tmp_path / "words.txt"]
+    first = answers(capsys, [*drawn, "--seed", "1"])
+    assert first == answers(capsys, [*drawn, "--seed", "1"])
+    assert first != answers(capsys, [*drawn, "--seed", "2"])
+    assert first[:10] != first[LINES_AT_ONCE:]  # the second group draws its own
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(Blocks("\n".join(words).encode(), [10, 1, 100])))
+    assert answers(capsys, [*drawn[:4], "--seed", "1"]) == first
+
+
+@pytest.mark.parametrize(("bad", "words"), [(b"a" * 40, "at most 16 tokens"), (b"\xff\xfe", "UTF-8")])
+def test_a_line_that_cannot_be_answered_is_named_after_those_before_it(trained, capsys, tmp_path, bad, words):
+    (tmp_path / "words.txt").write_bytes(b"abc\r\n\nbad\n" + bad + b"\nabc\n")
+    capsys.readouterr()
+    assert main(["generate", str(trained / "run"), "--input", str(tmp_path / "words.txt")]) == 2
+    out, err = capsys.readouterr()
+    assert out.split("\n")[:-1] == answers(capsys, ["generate", trained / "run", "abc", "", "bad"])
+    assert "words.txt, line 4: " in err
+    assert words in err
+
+
+def test_limits_of_generation_are_checked(trained, capsys):
+    assert main(["generate", str(trained / "run"), "abc", "--max-tokens", "99"]) == 2
+    assert "max_tokens" in errors(capsys)
+    assert main(["generate", str(trained / "run"), "abc", "--top-p", "1.5"]) == 2
+    assert "top_p" in errors(capsys)
+    assert answers(capsys, ["generate", trained / "run", "abcdef", "--max-tokens", "1"])[0].count(" ") == 0
+
+
+# --- as a process
+
+
+def test_standard_input_is_answered_while_it_is_open(trained):
+    with subprocess.Popen(
+        [*TFM, "generate", str(trained / "run")], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        given = []
+        for line in ("abc", "", "fed"):
+            process.stdin.write(f"{line}\n")
+            process.stdin.flush()
+            given.append(process.stdout.readline())
+        process.stdin.close()
+        assert process.stdout.read() == ""
+    assert process.returncode == 0
+    assert given[1] == "\n"
+    assert all(line.endswith("\n") for line in given)
+
+
+def test_a_reader_that_goes_away_ends_it_quietly(trained):
+    with subprocess.Popen(
+        [*TFM, "generate", str(trained / "run")],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    ) as process:  # fmt: skip
+        assert process.stdin is not None
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdin.write("abc\n")
+        process.stdin.flush()
+        process.stdout.readline()
+        process.stdout.close()
+        process.stdin.write("abc\n" * 10)
+        process.stdin.close()
+        assert process.stderr.read() == ""
+    assert process.returncode == 141
+
+
+def test_a_log_that_nobody_reads_any_more_does_not_end_the_training(trained, tmp_path):
+    run = tmp_path / "run"
+    with subprocess.Popen(
+        [*TFM, "train", str(trained / "small.toml"), "--run", str(run), "--json"],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    ) as process:  # fmt: skip
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stderr.readline()
+        process.stderr.close()
+        outcome = json.loads(process.stdout.read())
+    assert (process.returncode, outcome["reason"], outcome["step"]) == (0, "steps", 20)
+
+
+def test_neither_torch_nor_tensorflow_is_imported():
+    code = (
+        "import sys, train.commands\n"
+        "found = [name for name in ('torch', 'tensorflow') if name in sys.modules]\n"
+        "assert not found, found\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_saves_says_how_to_go_on_and_going_on_works(trained, tmp_path, capsys, number, status):
+    run = tmp_path / "a run"
+    endless = ["--steps", "99999", "--validation.every_steps", "0", "--validation.metric", "loss"]
+    with subprocess.Popen(
+        [*TFM, "train", str(trained / "small.toml"), "--run", str(run), *endless], stderr=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stderr is not None
+        for line in process.stderr:
+            if line.startswith("step "):
+                break
+        time.sleep(0.2)
+        process.send_signal(number)
+        err = process.stderr.read()
+    assert process.returncode == status
+    assert f"tfm train --run '{run}'" in err
+    assert "Traceback" not in err
+    steps = max(int(folder.name) for folder in (run / "checkpoints").iterdir())
+    outcome = result(capsys, ["train", "--run", run, "--steps", steps + 3, "--json"])
+    assert (outcome["step"], outcome["steps_made"]) == (steps + 3, 3)
