@@ -163,6 +163,17 @@ def test_a_save_that_fails_leaves_the_old_model_and_nothing_else(tmp_path, monke
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
 
+def test_all_files_have_the_mode_that_the_umask_gives(tmp_path):
+    before = os.umask(0o027)
+    try:
+        save(tmp_path / "model", make_params())
+    finally:
+        os.umask(before)
+    assert {path.name: path.stat().st_mode & 0o777 for path in (tmp_path / "model").iterdir()} == dict.fromkeys(
+        FILES, 0o640
+    )
+
+
 # Kills, and readers
 
 
@@ -224,6 +235,42 @@ def test_killed_before_any_change_to_the_disk_a_whole_model_is_there(tmp_path, m
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
     if before == "model and notes":
         assert (folder / "notes.txt").read_text() == "mine"
+
+
+def test_what_a_kill_within_safetensors_leaves_is_cleared(tmp_path):
+    """It writes to a temporary file beside its own, which a kill keeps it from renaming."""
+    save(tmp_path / "model", filled(1))
+    (tmp_path / ".model.incoming").mkdir()
+    (tmp_path / ".model.incoming" / ".tmpAbC").write_bytes(b"half")
+    save(tmp_path / "model", filled(2))
+    assert saved_value(tmp_path / "model") == 2
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
+@pytest.fixture
+def only_previous(tmp_path):
+    """A kill between the two renames; and then somebody made the missing folder, empty."""
+    save(tmp_path / "model", filled(1))
+    (tmp_path / "model").rename(tmp_path / ".model.previous")
+    (tmp_path / "model").mkdir()
+    return tmp_path / "model"
+
+
+def test_an_empty_folder_does_not_hide_the_only_whole_model(only_previous):
+    assert saved_value(only_previous) == 1
+    save(only_previous, filled(2))
+    assert saved_value(only_previous) == 2
+    assert [path.name for path in only_previous.parent.iterdir()] == ["model"]
+
+
+def test_the_only_whole_model_outlives_a_save_that_fails(only_previous, monkeypatch):
+    def full_disk(*args, **kwargs):
+        raise safetensors.SafetensorError("No space left on device")
+
+    monkeypatch.setattr("safetensors.numpy.save_file", full_disk)
+    with pytest.raises(OSError, match="No space left"):
+        save(only_previous, filled(2))
+    assert saved_value(only_previous) == 1
 
 
 def test_a_reader_during_saves_sees_whole_models_in_order(tmp_path):

@@ -8,9 +8,9 @@
 A save is a swap. The new model is written to the sibling `.NAME.incoming` and forced to disk, then the old folder is
 renamed to `.NAME.previous`, the new one takes its place, and the old one is taken apart. Each step is one rename, so a
 reader, or a process that is killed, finds a whole model at every moment: in the folder or, between the two renames, in
-`.NAME.previous`, where `load_model` looks when the folder is missing. The next save clears what a kill left behind. Of
-both siblings only the four files above are ever deleted; whatever else lay in the old folder moves to the new one.
-One process may save to a folder at a time; any number may read.
+`.NAME.previous`, where `load_model` looks when the folder is missing or empty. The next save clears what a kill left
+behind. Of both siblings only the four files above and safetensors' own temporary one are ever deleted; whatever else
+lay in the old folder moves to the new one. One process may save to a folder at a time; any number may read.
 """
 
 import dataclasses
@@ -18,6 +18,7 @@ import functools
 import importlib.metadata
 import json
 import os
+import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -73,11 +74,13 @@ def save_model(
     check_tokenizers(config, source_tokenizer, target_tokenizer)
     folder = Path(folder).resolve()
     incoming, previous = _sibling(folder, "incoming"), _sibling(folder, "previous")
-    if folder.exists() and not _may_replace(folder):
+    if not _may_replace(folder):
         raise ValueError(
             f"expected a model folder, an empty folder or nothing at {folder}; not replacing what is there"
         )
-    if previous.exists() and not folder.exists():  # killed between the two renames
+    if previous.exists() and _is_vacant(folder):  # killed between the two renames
+        if folder.exists():  # and then somebody made it anew
+            folder.rmdir()
         previous.rename(folder)
     if previous.exists():  # killed after them
         _retire(previous, folder)
@@ -105,10 +108,17 @@ def load_model(folder: str | os.PathLike[str]) -> StoredModel:
         ValueError: no folder, a file that is missing or unreadable, a newer format, or parameters or tokenizers that do
             not belong to the config; the message names them.
     """
-    folder = Path(folder).resolve()
+    try:
+        return _load(Path(folder).resolve())
+    except OSError as error:
+        raise ValueError(f"expected a model folder that can be read, got {error}") from error
+
+
+def _load(folder: Path) -> StoredModel:
+    """`_read`, again where a save came between."""
     for _ in range(100):
         place = folder
-        if not folder.exists() and _sibling(folder, "previous").exists():
+        if _sibling(folder, "previous").exists() and _is_vacant(folder):
             place = _sibling(folder, "previous")
         before = _identity(place)
         try:
@@ -164,14 +174,15 @@ def _write(
 ) -> None:
     """Writes the four files into an existing folder and forces them, and their names, to disk."""
     arrays = {name: np.asarray(array, order="C") for name, array in _flatten(params)}
+    head = {"format_version": FORMAT_VERSION, "library_version": _library_version(), "model": config.to_dict()}
+    (folder / _CONFIG).write_text(json.dumps(head, indent=2) + "\n", encoding="utf-8")
+    source_tokenizer.save(folder / _SOURCE_TOKENIZER)
+    target_tokenizer.save(folder / _TARGET_TOKENIZER)
     try:
         safetensors.numpy.save_file(arrays, folder / _PARAMS)
     except safetensors.SafetensorError as error:  # also for a full disk
         raise OSError(f"{folder / _PARAMS} cannot be written: {error}") from error
-    source_tokenizer.save(folder / _SOURCE_TOKENIZER)
-    target_tokenizer.save(folder / _TARGET_TOKENIZER)
-    head = {"format_version": FORMAT_VERSION, "library_version": _library_version(), "model": config.to_dict()}
-    (folder / _CONFIG).write_text(json.dumps(head, indent=2) + "\n", encoding="utf-8")
+    shutil.copymode(folder / _CONFIG, folder / _PARAMS)  # safetensors lets its owner alone read the file
     for name in _FILES:
         _force_to_disk(folder / name)
     _force_to_disk(folder)
@@ -219,7 +230,7 @@ def _read_config(path: Path) -> ModelConfig:
 def _read_json(path: Path) -> Any:
     try:
         return json.loads(path.read_bytes())
-    except ValueError as error:  # not UTF-8, or not JSON
+    except (ValueError, RecursionError) as error:  # not UTF-8, not JSON, or nested too deep
         raise ValueError(f"{path}: not readable as JSON: {error}") from error
 
 
@@ -263,11 +274,21 @@ def _sibling(folder: Path, role: str) -> Path:
     return folder.with_name(f".{folder.name}.{role}")
 
 
+def _is_vacant(folder: Path) -> bool:
+    """Nothing is there, or an empty folder."""
+    try:
+        return not any(folder.iterdir())
+    except FileNotFoundError:
+        return True
+    except NotADirectoryError:
+        return False
+
+
 def _may_replace(folder: Path) -> bool:
+    if _is_vacant(folder):
+        return True
     if not folder.is_dir():
         return False
-    if not any(folder.iterdir()):
-        return True
     try:
         head = _read_json(folder / _CONFIG)
     except (OSError, ValueError):
@@ -286,9 +307,12 @@ def _retire(previous: Path, folder: Path) -> None:
 
 
 def _remove(folder: Path) -> None:
-    """Deletes the files of a model folder, then the folder, which must be empty by now."""
-    for name in _FILES:
-        (folder / name).unlink(missing_ok=True)
+    """Deletes the files of a model folder, then the folder, which must be empty by now.
+
+    Among them is what a kill within safetensors leaves: it writes to `.tmpXXXXXX` beside the file, and renames that.
+    """
+    for path in (*(folder / name for name in _FILES), *folder.glob(".tmp*")):
+        path.unlink(missing_ok=True)
     folder.rmdir()
 
 
