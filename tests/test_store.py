@@ -358,12 +358,24 @@ def test_a_missing_file(folder, name):
 
 
 @pytest.mark.parametrize("name", FILES)
-@pytest.mark.parametrize("damage", ["empty", "cut", "noise"])
+@pytest.mark.parametrize("damage", ["empty", "cut", "noise", "deep"])
 def test_a_damaged_file(folder, name, damage):
     content = (folder / name).read_bytes()
     noise = bytes(random.Random(3).randrange(256) for _ in range(200))
-    (folder / name).write_bytes({"empty": b"", "cut": content[: len(content) // 2], "noise": noise}[damage])
+    damaged = {"empty": b"", "cut": content[: len(content) // 2], "noise": noise, "deep": b"[" * 100_000}[damage]
+    (folder / name).write_bytes(damaged)
     with pytest.raises(ValueError, match=name):
+        load_model(folder)
+
+
+@pytest.mark.parametrize("reader", ["pathlib.Path.read_bytes", "pathlib.Path.iterdir", "safetensors.numpy.load_file"])
+def test_what_may_not_be_read(folder, reader, monkeypatch):
+    def refused(path):
+        raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+    (folder.parent / ".model.previous").mkdir()
+    monkeypatch.setattr(reader, refused)
+    with pytest.raises(ValueError, match=r"expected a model folder that can be read, got .*denied: .*model"):
         load_model(folder)
 
 

@@ -301,6 +301,52 @@ def test_bad_files_are_named(content: bytes | None, message: str, tmp_path: Path
     assert str(path) in str(error.value)
 
 
+WRAPPED = '{"special_tokens": %s, "tokenizer": %s}'
+
+
+def _with_charsmap(charsmap: str) -> str:
+    """A tokenizer whose normalizer is a table that is none: the library panics over it."""
+    data = json.loads(_engine(["<pad>", "</s>", "a"]).to_str())
+    return json.dumps({**data, "normalizer": {"type": "Precompiled", "precompiled_charsmap": charsmap}})
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("[" * 100_000, "expected the JSON of a tokenizer"),
+        (WRAPPED % ("[]", "{}"), r"expected special_tokens to name some of pad_token, .*, got \[\]"),
+        (WRAPPED % ('{"sep_token": "a"}', "{}"), "expected special_tokens to name some of .*'sep_token'"),
+        (WRAPPED % ('{"pad_token": ["a"]}', "{}"), "expected special_tokens to name some of"),
+        (WRAPPED % ('{"pad_token": "a"}', "{}"), "expected a tokenizer as the tokenizers library writes it"),
+    ],
+)
+def test_a_file_that_was_made_to_do_harm_is_refused(content: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Tokenizer.from_json(content)
+
+
+def test_a_panic_of_the_library_is_an_error_like_others() -> None:
+    with pytest.raises(ValueError, match="expected a tokenizer as the tokenizers library writes it: Precompiled"):
+        Tokenizer.from_json(_with_charsmap("AAAA"))
+    panics_later = Tokenizer.from_json(_with_charsmap("BAAAAAAAAAA="))
+    with pytest.raises(ValueError, match="expected text that the tokenizer has ids for, got 'a': index out of bounds"):
+        panics_later.encode("a")
+    with pytest.raises(ValueError, match="expected text that the tokenizer has ids for, got 'a': index out of bounds"):
+        panics_later.encode_batch(["a"])
+
+
+@pytest.mark.parametrize("model", ["word", "unigram"])
+def test_a_text_that_a_tokenizer_without_an_unknown_token_cannot_read(model: str) -> None:
+    pieces = ["<pad>", "</s>", "a"]
+    unigram = tokenizers.Tokenizer(models.Unigram([(piece, -1.0) for piece in pieces], None, False))
+    tokenizer = Tokenizer(_engine(pieces) if model == "word" else unigram)
+    assert tokenizer.encode_batch(["a", "a"]) == [[2], [2]]
+    with pytest.raises(ValueError, match=r"expected text that the tokenizer has ids for, got 'zz': .*(UNK|unk)"):
+        tokenizer.encode("zz")
+    with pytest.raises(ValueError, match=r"expected text that the tokenizer has ids for, got 'zz': .*(UNK|unk)"):
+        tokenizer.encode_batch(["a", "zz", "yy"])
+
+
 # Files of others.
 
 

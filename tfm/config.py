@@ -75,13 +75,14 @@ class ModelConfig:
     gated: bool = False
     """True: feed-forward is (activation(x W_gate) * x W_up) W_down (Shazeer 2020), with three matrices."""
     use_bias: bool = True
-    """Biases in every Linear, and in LayerNorm."""
+    """Biases in every Linear but the output projection, and in LayerNorm."""
     shared_embeddings: SharedEmbeddings = "target-output"
     """`all`: source, target and output projection are one matrix (needs equal vocabularies)."""
     scale_embeddings: bool = True
     """Multiply embeddings by sqrt(D), as in section 3.4 of Vaswani et al. 2017."""
     scale_logits: bool = False
-    """Multiply the decoder's output by 1/sqrt(D) before a shared output projection, as T5 does."""
+    """Multiply the decoder's output by 1/sqrt(D) before the output projection, whether that is shared, as T5 does, or
+    not."""
     scale_attention: bool = True
     """Divide query · key by sqrt(H). T5 does not."""
 
@@ -113,6 +114,7 @@ class ModelConfig:
         return dataclasses.replace(self, **changes)
 
     def to_dict(self) -> dict[str, Any]:
+        """Every field by its name, those left at their default too, as numbers, strings, booleans and None."""
         return dataclasses.asdict(self)
 
     @classmethod
@@ -144,6 +146,14 @@ def _problems(config: ModelConfig):
         else:
             continue
         return  # the checks below compute with these fields
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        if isinstance(value, int | float) and not abs(value) < 2**31:  # NaN too
+            yield f"{field.name} must be less than 2**31, not {value}"
+            return
+    for name in ("encoder_layers", "decoder_layers", "num_heads", "relative_buckets"):  # work for Python at each trace
+        if getattr(config, name) > 1000:
+            yield f"{name} must be at most 1000, not {getattr(config, name)}"
     for name in ("source_vocab_size", "target_vocab_size", "model_dim", "feed_forward_dim", "num_heads",
                  "decoder_layers", "max_source_length", "max_target_length", "relative_buckets",
                  "relative_max_distance"):  # fmt: skip

@@ -19,6 +19,7 @@ Batches are encoded by the library's own threads, and a process that forks after
 The environment variable that silences it, TOKENIZERS_PARALLELISM, belongs to the caller and is not touched.
 """
 
+import contextlib
 import difflib
 import itertools
 import json
@@ -160,13 +161,14 @@ class Tokenizer:
         """
         try:
             data = json.loads(text)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ValueError(f"expected the JSON of a tokenizer: {error}") from error
         if isinstance(data, dict) and data.keys() == {"special_tokens", "tokenizer"}:
-            special_tokens = {**data["special_tokens"], **special_tokens}
+            special_tokens = {**_checked_roles(data["special_tokens"]), **special_tokens}
             text = json.dumps(data["tokenizer"], ensure_ascii=False)
         try:
-            engine = tokenizers.Tokenizer.from_str(text)
+            with _panics_as_errors():
+                engine = tokenizers.Tokenizer.from_str(text)
         except Exception as error:  # the library raises nothing more special
             raise ValueError(f"expected a tokenizer as the tokenizers library writes it: {error}") from error
         return cls(engine, **special_tokens)
@@ -189,23 +191,32 @@ class Tokenizer:
         "</s>"), the unknown token stands for it.
 
         Raises:
-            ValueError: not a string, or one that UTF-8 cannot hold (a lone surrogate).
+            ValueError: not a string, one that UTF-8 cannot hold (a lone surrogate), or one that a loaded tokenizer has
+                no ids for: an unknown word, where there is no unknown token.
         """
         try:
-            encoding = self._engine.encode(text, add_special_tokens=False)
-        except (TypeError, UnicodeError) as error:
-            raise _not_text([text]) from error
+            with _panics_as_errors():
+                encoding = self._engine.encode(text, add_special_tokens=False)
+        except Exception as error:  # the library raises nothing more special
+            raise _unreadable(text, error) from error
         return self._without_special(encoding.ids)
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """`encode` of each text, on several threads."""
+        """`encode` of each text, on several threads.
+
+        Raises:
+            ValueError: as `encode`, for the first text that it refuses.
+        """
         rows: list[list[int]] = []
         for start in range(0, len(texts), _CHUNK):
             chunk = list(texts[start : start + _CHUNK])
             try:
-                encodings = self._engine.encode_batch_fast(chunk, add_special_tokens=False)
-            except (TypeError, UnicodeError) as error:
-                raise _not_text(texts) from error
+                with _panics_as_errors():
+                    encodings = self._engine.encode_batch_fast(chunk, add_special_tokens=False)
+            except Exception:
+                for text in chunk:
+                    self.encode(text)  # says which text it is
+                raise
             rows.extend(self._without_special(encoding.ids) for encoding in encodings)
         return rows
 
@@ -311,18 +322,39 @@ def _strings(texts: Iterable[str]) -> Iterator[str]:
         try:
             text.encode()
         except (AttributeError, UnicodeError) as error:
-            raise _not_text([text]) from error
+            raise _unreadable(text, error) from error
         yield text
 
 
-def _not_text(texts: Sequence[object]) -> ValueError:
-    """What is wrong with the first of `texts` that the library refuses."""
-    for text in texts:
-        if not isinstance(text, str):
-            return ValueError(f"expected text, got {type(text).__name__}: {text!r:.80}")
-        if any("\ud800" <= character <= "\udfff" for character in text):
-            return ValueError(f"expected text that UTF-8 can hold, got a lone surrogate in {text!r:.80}")
-    return ValueError("expected text that the tokenizer can read")
+def _unreadable(text: object, error: Exception) -> ValueError:
+    """What is wrong with a text that the library refuses."""
+    if not isinstance(text, str):
+        return ValueError(f"expected text, got {type(text).__name__}: {text!r:.80}")
+    if any("\ud800" <= character <= "\udfff" for character in text):
+        return ValueError(f"expected text that UTF-8 can hold, got a lone surrogate in {text!r:.80}")
+    return ValueError(f"expected text that the tokenizer has ids for, got {text!r:.80}: {error}")
+
+
+def _checked_roles(special_tokens: object) -> dict[str, str]:
+    if (
+        not isinstance(special_tokens, dict)
+        or not special_tokens.keys() <= _USUAL_NAMES.keys()
+        or not all(isinstance(name, str) for name in special_tokens.values())
+    ):
+        expected = ", ".join(_USUAL_NAMES)
+        raise ValueError(f"expected special_tokens to name some of {expected}, got {special_tokens!r:.80}")
+    return special_tokens
+
+
+@contextlib.contextmanager
+def _panics_as_errors() -> Iterator[None]:
+    """Turns a panic of the library's Rust code, which no `except Exception` catches, into a ValueError."""
+    try:
+        yield
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":
+            raise
+        raise ValueError(str(error)) from error
 
 
 def _integers(ids: Iterable[SupportsIndex]) -> list[int]:
