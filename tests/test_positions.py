@@ -154,6 +154,18 @@ def test_a_distance_that_is_just_a_boundary_begins_its_bucket():
     assert bucket.tolist() == [[[11, 10]]]
 
 
+def test_a_far_last_bucket_makes_no_large_table():
+    def buckets(offsets):
+        return relative_bucket(offsets, bidirectional=False, num_buckets=32, max_distance=16 * 10**4)
+
+    constants = jax.make_jaxpr(buckets)(jnp.zeros((1, 2, 3), jnp.int32)).consts
+    assert sum(np.size(constant) for constant in constants) <= 32
+    # bucket 16 + k begins at 16 · 10^(k/4): every fourth start is a power of ten
+    starts = np.array([16 * 10**power for power in range(4)])
+    assert buckets(-jnp.array([[starts - 1, starts]])).tolist() == [[[15, 19, 23, 27], [16, 20, 24, 28]]]
+    assert buckets(jnp.full((1, 1, 1), -(2**31 - 1), jnp.int32)).item() == 31
+
+
 def test_alibi_slopes_are_those_of_the_paper():
     # Press et al. 2022, section 3: for 8 heads 1/2, 1/4 … 1/256; for 16 heads also the geometric means between them
     assert alibi_slopes(8).tolist() == [2.0**-i for i in range(1, 9)]

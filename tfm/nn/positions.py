@@ -4,6 +4,8 @@ Every function takes positions as an argument and none assumes that they start a
 stand at different places, uses the same code as training.
 """
 
+import bisect
+import functools
 import math
 
 import jax.numpy as jnp
@@ -73,12 +75,13 @@ def relative_bucket(
     if bidirectional:
         num_buckets //= 2
         distance, first = jnp.abs(offsets), jnp.where(offsets > 0, num_buckets, 0)
-    table = jnp.array(_distance_buckets(num_buckets, max_distance), offsets.dtype)
-    return first + table[jnp.minimum(distance, max_distance)]
+    starts = jnp.array(_bucket_starts(num_buckets, max_distance), offsets.dtype)
+    return first + jnp.searchsorted(starts, distance, side="right", method="compare_all")
 
 
-def _distance_buckets(num_buckets: int, max_distance: int) -> list[int]:
-    """The bucket of each distance up to `max_distance`.
+@functools.lru_cache(maxsize=16)
+def _bucket_starts(num_buckets: int, max_distance: int) -> tuple[int, ...]:
+    """The least distance of each bucket but the first, which begins at 0.
 
     With e exact buckets and s others, bucket e + k begins at distance e · (max_distance / e)^(k / s). Whole numbers
     decide it, because some boundaries are whole themselves, and a logarithm that is rounded down would miss them.
@@ -86,17 +89,11 @@ def _distance_buckets(num_buckets: int, max_distance: int) -> list[int]:
     e = num_buckets // 2
     s = num_buckets - e
 
-    def begins(bucket: int, distance: int) -> bool:
-        k = bucket - e
-        return distance >= bucket if k <= 0 else distance**s * e**k >= e**s * max_distance**k
+    def start(k: int) -> int:
+        reached = e**s * max_distance**k
+        return bisect.bisect_left(range(max_distance), True, key=lambda distance: distance**s * e**k >= reached)
 
-    buckets = [0]
-    for distance in range(1, max_distance + 1):
-        bucket = buckets[-1]
-        while bucket + 1 < num_buckets and begins(bucket + 1, distance):
-            bucket += 1
-        buckets.append(bucket)
-    return buckets
+    return (*range(1, e), *(start(k) for k in range(s)))
 
 
 def alibi_slopes(num_heads: int) -> Float[Array, "N"]:
