@@ -84,6 +84,31 @@ def test_low_precision_logits_are_summed_in_float32(dtype):
     assert jax.grad(lambda x: label_log_probs(x, labels).sum())(low).dtype == dtype
 
 
+@pytest.mark.parametrize("dtype", [np.int8, np.int16])
+def test_labels_of_a_narrow_type_are_the_same_labels(dtype):
+    logits = jax.random.normal(jax.random.key(3), (2, 300))
+    labels = np.array([100, 7])
+    loss, gradient = jax.value_and_grad(lambda x: label_log_probs(x, labels.astype(dtype)).sum())(logits)
+    expected = jax.nn.log_softmax(logits)[np.arange(2), labels].sum()
+    assert_close(loss, expected)
+    assert_close(gradient, jax.nn.one_hot(labels, 300) - jax.nn.softmax(logits))
+
+
+def test_a_label_out_of_range_counts_as_the_nearest_and_a_weight_of_0_drops_it():
+    logits, labels = LOGITS[0], jnp.array([-100, 3, V])
+    assert_close(label_log_probs(logits, labels), label_log_probs(logits, jnp.array([0, 3, V - 1])))
+
+    def loss(logits, weights):
+        return (weights * smoothed_cross_entropy(logits[None], labels[None], label_smoothing=0.1)[0]).sum()
+
+    weights = jnp.array([0.0, 1.0, 0.0])
+    alone = smoothed_cross_entropy(logits[None], jnp.array([[0, 3, 0]]), label_smoothing=0.1)[0, 1]
+    assert_close(loss(logits, weights), alone)
+    gradient = jax.grad(loss)(logits, weights)
+    assert np.isfinite(gradient).all()
+    assert not gradient[jnp.array([0, 2])].any()
+
+
 def test_logits_far_out_stay_finite():
     logits = jnp.array([[[1e38, -1e38, 0.0], [-1e38, -1e38, -1e38]]])
     labels = jnp.array([[0, 2]])

@@ -8,8 +8,13 @@ from tfm.axes import Array, Float, Int
 
 
 def label_log_probs(logits: Float[Array, "*B V"], labels: Int[Array | np.ndarray, "*B"]) -> Float[Array, "*B"]:
-    """The log of softmax(logits)[label], in float32, without writing the whole softmax."""
-    log_z, label_logits, _ = _summarise(logits, labels)
+    """The log of softmax(logits)[label], in float32, without writing the whole softmax.
+
+    Args:
+        logits: unnormalised scores.
+        labels: from 0 to V-1; any other counts as the nearest of these, so that a weight of 0 can still drop it.
+    """
+    log_z, label_logits, _ = _summarise(logits, _in_range(labels, logits.shape[-1]))
     return label_logits - log_z
 
 
@@ -28,17 +33,26 @@ def smoothed_cross_entropy(
 
     Args:
         logits: unnormalised scores.
-        labels: the right ids. Positions that do not count are dropped later, by their weight.
+        labels: the right ids, from 0 to V-1; any other counts as the nearest of these. Positions that do not count are
+            dropped later, by their weight.
         label_smoothing: ε, from 0 to less than 1.
         z_loss: weight of (log Z)².
+
+    Returns:
+        The loss of each position, unweighted: neither summed nor averaged.
     """
-    log_z, label_logits, mean_logits = _summarise(logits, labels)
+    log_z, label_logits, mean_logits = _summarise(logits, _in_range(labels, logits.shape[-1]))
     loss = log_z - (1 - label_smoothing) * label_logits
     if label_smoothing:
         loss -= label_smoothing * mean_logits
     if z_loss:
         loss += z_loss * log_z**2
     return loss
+
+
+def _in_range(labels: Array | np.ndarray, vocab_size: int) -> Array:
+    """In a dtype that can count to V; and none that would read NaN, which no weight removes."""
+    return jnp.clip(jnp.asarray(labels, jnp.int32), 0, vocab_size - 1)
 
 
 @jax.custom_vjp
