@@ -157,12 +157,15 @@ def beam_search(
         parents = chosen // most
         tokens = best_tokens.reshape(batch, -1)[rows, chosen]
         ended = tokens == end_id
+        first = jnp.zeros_like(loop.step)
         candidates = NBest(
-            tokens=jax.lax.dynamic_update_slice(live.tokens[rows, parents], tokens[..., None], (0, 0, loop.step)),
+            tokens=jax.lax.dynamic_update_slice(
+                live.tokens[rows, parents], tokens[..., None], (first, first, loop.step)
+            ),
             token_log_probs=jax.lax.dynamic_update_slice(
                 live.token_log_probs[rows, parents],
                 best_log_probs.reshape(batch, -1)[rows, chosen][..., None],
-                (0, 0, loop.step),
+                (first, first, loop.step),
             ),
             lengths=jnp.full(tokens.shape, length, jnp.int32),
             log_probs=log_probs,

@@ -201,7 +201,7 @@ def _generate(
         step_keys = jax.vmap(jax.random.fold_in, in_axes=(0, None))(keys, step)
         token = jnp.where(going, sampler.pick(logits, step_keys), config.pad_id)
         output = Generation(
-            tokens=jax.lax.dynamic_update_slice(output.tokens, token[:, None], (0, step)),
+            tokens=jax.lax.dynamic_update_slice(output.tokens, token[:, None], (jnp.zeros_like(step), step)),
             lengths=output.lengths + going,
             scores=output.scores + jnp.where(going, label_log_probs(logits, token), 0),
             finished=output.finished | (going & (token == config.end_id)),

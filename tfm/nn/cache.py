@@ -115,7 +115,8 @@ def write(cache: KeysValues, new: KeysValues, starts: Int[Array, "B"]) -> KeysVa
     """
 
     def write_row(row: Array, new_row: Array, start: Array) -> Array:
-        return jax.lax.dynamic_update_slice(row, new_row.astype(row.dtype), (0, start, 0))
+        zero = jnp.zeros_like(start)  # all indices must have one dtype, which that of a 0 is not in 64-bit mode
+        return jax.lax.dynamic_update_slice(row, new_row.astype(row.dtype), (zero, start, zero))
 
     return jax.tree.map(lambda old, added: jax.vmap(write_row)(old, added, starts), cache, new)
 

@@ -133,10 +133,10 @@ class Linear(nn.Module):
     def __call__(self, x: Float[Array, "*B I"]) -> Float[Array, "*B O"]:
         # variance 1 / (mean of in and out), uniform: Glorot and Bengio 2010
         init = nn.initializers.variance_scaling(1.0, "fan_avg", "uniform", in_axis=-1, out_axis=-2)
-        weight = self.param("weight", init, (self.features, x.shape[-1]))
+        weight = self.param("weight", init, (self.features, x.shape[-1]), jnp.float32)
         y = project(x, weight, self.dtype)
         if self.use_bias:
-            bias = self.param("bias", nn.initializers.zeros, (self.features,))
+            bias = self.param("bias", nn.initializers.zeros, (self.features,), jnp.float32)
             y += bias.reshape((1,) * (y.ndim - 1) + (-1,))
         return y.astype(x.dtype)
 
@@ -150,10 +150,11 @@ class Norm(nn.Module):
     def __call__(self, x: Float[Array, "*B D"]) -> Float[Array, "*B D"]:
         config = self.config
         features = (x.shape[-1],)
-        scale = self.param("scale", nn.initializers.ones, features)
+        scale = self.param("scale", nn.initializers.ones, features, jnp.float32)
         y = normalize(x, scale, config.norm == "layernorm", config.norm_epsilon)
         if config.norm == "layernorm" and config.use_bias:
-            y += self.param("bias", nn.initializers.zeros, features).reshape((1,) * (x.ndim - 1) + features)
+            bias = self.param("bias", nn.initializers.zeros, features, jnp.float32)
+            y += bias.reshape((1,) * (x.ndim - 1) + features)
         return y.astype(x.dtype)
 
 
@@ -222,7 +223,7 @@ class Embedding(nn.Module):
     def setup(self) -> None:
         # variance 1/D, so that rows scaled by sqrt(D) and the logits of a shared table both start near variance 1
         init = nn.initializers.normal(1 / math.sqrt(self.dim))
-        self.weight = self.param("weight", init, (self.vocab_size, self.dim))
+        self.weight = self.param("weight", init, (self.vocab_size, self.dim), jnp.float32)
 
     def __call__(self, ids: Int[Array, "*B"]) -> Float[Array, "*B D"]:
         return self.weight[ids].astype(stream_dtype(self.dtype))
