@@ -80,3 +80,9 @@ def random_pairs(case: TrainingCase, count: int, *, seed: int = 0) -> list[Pairs
         target_in[:, 0] = START_ID
         batches.append(Pairs(source, target_in, target))
     return batches
+
+
+def random_sources(vocab_size: int, rows: int, source_tokens: int, *, seed: int = 0) -> np.ndarray:
+    """Ids of full length, [rows, source_tokens], for decoding."""
+    random = np.random.default_rng(seed)
+    return random.integers(FIRST_WORD_ID, vocab_size, (rows, source_tokens), dtype=np.int32)

@@ -39,6 +39,30 @@ def train_step_flops(config: ModelConfig, *, rows: int, source_tokens: int, targ
     return 6 * products + 12 * rows * pairs * heads_dim
 
 
+def decode_step_cost(
+    config: ModelConfig, *, rows: int, beams: int, source_tokens: int, position: int, weight_bytes: int
+) -> tuple[int, int]:
+    """The bytes that a decode step must read, and the floating-point operations that it asks for.
+
+    Read are: each weight of the decoder and of the output projection once (not the key and value matrices of
+    cross-attention, whose products are in the cache), and keys and values: `position` of each hypothesis so far, and
+    the source's, which a row's hypotheses share. Keys and values are float32.
+
+    Raises:
+        ValueError: the config is not an encoder-decoder.
+    """
+    if config.architecture != "encoder-decoder":
+        raise ValueError(f"expected an encoder-decoder, got {config.architecture!r}")
+    heads_dim, kv_dim = config.num_heads * config.head_size, config.kv_heads * config.head_size
+    feed_forward = (3 if config.gated else 2) * config.model_dim * config.feed_forward_dim
+    layer = 4 * config.model_dim * heads_dim + 2 * config.model_dim * kv_dim + feed_forward
+    entries = config.decoder_layers * layer + config.model_dim * config.target_vocab_size
+    hypotheses = rows * beams
+    keys_values = 2 * kv_dim * config.decoder_layers * (hypotheses * position + rows * source_tokens)
+    attention = 4 * hypotheses * heads_dim * config.decoder_layers * (position + source_tokens)
+    return entries * weight_bytes + keys_values * 4, 2 * hypotheses * entries + attention
+
+
 PEAK_FLOPS = {
     "NVIDIA A100": 312e12,
     "NVIDIA H100 PCIe": 756e12,

@@ -167,9 +167,9 @@ def build_parser() -> argparse.ArgumentParser:
         "--dtype", nargs="+", choices=["float32", "bfloat16", "auto"], default=["float32", "auto"],
         help="of the operands of large products; default: float32 auto",
     )  # fmt: skip
-    parser.add_argument("--rounds", type=_count, default=5, help="turns of each library; medians are over them")
-    parser.add_argument("--steps", type=_count, default=5, help="training steps of a round")
-    parser.add_argument("--threads", type=_count, help="CPU cores that each library gets; default: all")
+    parser.add_argument("--rounds", type=count, default=5, help="turns of each library; medians are over them")
+    parser.add_argument("--steps", type=count, default=5, help="training steps of a round")
+    parser.add_argument("--threads", type=count, help="CPU cores that each library gets; default: all")
     parser.add_argument("--peer", choices=PEERS, help="a library to train the same model with, in turn with ours")
     parser.add_argument(
         "--peer-python", default=sys.executable, help="the interpreter that has the peer; default: this one"
@@ -177,7 +177,7 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _count(text: str) -> int:
+def count(text: str) -> int:
     if not text.isascii() or not text.isdigit() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"expected a whole number of at least 1, got {text!r}")
     return int(text)

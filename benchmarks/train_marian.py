@@ -17,7 +17,7 @@ from benchmarks.worker import Handlers, peak_memory_bytes, serve
 WARMUP_STEPS = 2
 
 
-def build(case: TrainingCase) -> transformers.MarianMTModel:
+def build(case: TrainingCase, *, max_positions: int) -> transformers.MarianMTModel:
     """Marian of the case's shape: post-norm, sinusoidal positions, one matrix for both embeddings and the output."""
     sizes = {
         f"{side}_{name}": value
@@ -33,7 +33,7 @@ def build(case: TrainingCase) -> transformers.MarianMTModel:
         vocab_size=case.vocab_size,
         decoder_vocab_size=case.vocab_size,
         d_model=case.model_dim,
-        max_position_embeddings=max(case.source_tokens, case.target_tokens),
+        max_position_embeddings=max_positions,
         activation_function="relu",
         dropout=cases.DROPOUT_RATE,
         attention_dropout=0.0,
@@ -41,7 +41,6 @@ def build(case: TrainingCase) -> transformers.MarianMTModel:
         scale_embedding=True,
         share_encoder_decoder_embeddings=True,
         tie_word_embeddings=True,
-        use_cache=False,
         pad_token_id=0,
         bos_token_id=cases.START_ID,
         eos_token_id=cases.END_ID,
@@ -57,7 +56,7 @@ class Trainer:
     def __init__(self, case: TrainingCase, dtype: str):
         torch.manual_seed(0)
         self._dtype = dtype
-        self._model = build(case).train()
+        self._model = build(case, max_positions=max(case.source_tokens, case.target_tokens)).train()
         self.parameters = sum(p.numel() for p in self._model.parameters() if p.requires_grad)
         # fused: the fastest of torch's three
         self._optimizer = torch.optim.Adam(
@@ -88,7 +87,7 @@ class Trainer:
         low_precision = self._dtype == "bfloat16"
         with torch.autocast("cpu", dtype=torch.bfloat16) if low_precision else contextlib.nullcontext():
             # without attention masks: nothing is padded, and the peer is spared the work
-            logits = self._model(input_ids=source, decoder_input_ids=target_in).logits
+            logits = self._model(input_ids=source, decoder_input_ids=target_in, use_cache=False).logits
         loss = self._loss(logits.float().flatten(0, 1), target_out.flatten())
         loss.backward()
         self._optimizer.step()

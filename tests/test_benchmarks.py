@@ -11,12 +11,13 @@ import pytest
 from jax.extend.core import ClosedJaxpr, Jaxpr
 from tiny_models import compiled_fast, random_params, tiny_config
 
-from benchmarks import check_accelerator, checks, decoding, machine, train, train_tfm, worker
+from benchmarks import check_accelerator, checks, decode, decoding, machine, train, train_tfm, worker
 from benchmarks.cases import CASES, TrainingCase, random_pairs
 from benchmarks.checks import AttentionCase
-from benchmarks.flops import peak_flops, train_step_flops
+from benchmarks.flops import decode_step_cost, peak_flops, train_step_flops
 from tfm.batch import Batch
 from tfm.nn import attention
+from tfm.nn.cache import init_cache, widen
 from tfm.nn.params import param_shapes
 from tfm.nn.transformer import build_model
 from train.config import LossConfig
@@ -43,14 +44,15 @@ def test_operations_of_base_as_counted_by_hand():
 
 
 def operations_of_products(jaxpr: Jaxpr) -> int:
-    """2 · rows · columns · depth of every `dot_general`, those of inner jaxprs too."""
+    """2 · rows · columns · depth of every `dot_general`, those of inner jaxprs too; of branches only one is run."""
     total = 0
     for equation in jaxpr.eqns:
         if equation.primitive.name == "dot_general":
             ((contracted, _), _) = equation.params["dimension_numbers"]
             depth = np.prod([equation.invars[0].aval.shape[axis] for axis in contracted])
             total += 2 * int(depth) * equation.outvars[0].aval.size
-        total += sum(operations_of_products(inner) for value in equation.params.values() for inner in jaxprs_in(value))
+        inner = [operations_of_products(inner) for value in equation.params.values() for inner in jaxprs_in(value)]
+        total += max(inner, default=0) if equation.primitive.name == "cond" else sum(inner)
     return total
 
 
@@ -94,6 +96,28 @@ def test_operations_of_other_models(changes):
     jaxpr = jax.make_jaxpr(jax.grad(loss))(param_shapes(config)).jaxpr
     counted = train_step_flops(config, rows=rows, source_tokens=source_tokens, target_tokens=target_tokens)
     assert operations_of_products(jaxpr) == counted
+
+
+@pytest.mark.parametrize("beams", [1, 3])
+def test_operations_and_weights_of_a_decode_step(beams):
+    """Against the step itself, at a position that fills the cache; its weights are all but what prefill uses alone."""
+    config = train_tfm.model_config(UNEVEN)
+    model, params = build_model(config, dtype="float32"), param_shapes(config)
+    rows, source_tokens, position = 5, 7, 12
+    cache = jax.eval_shape(
+        lambda: widen(init_cache(config, batch=rows, source_length=source_tokens, capacity=position), beams)
+    )
+    tokens = jax.ShapeDtypeStruct((rows * beams, 1), np.int32)
+    step = jax.make_jaxpr(lambda *given: model.apply({"params": given[0]}, *given[1:], method="decode_step"))
+    num_bytes, operations = decode_step_cost(
+        config, rows=rows, beams=beams, source_tokens=source_tokens, position=position, weight_bytes=4
+    )
+    assert operations == operations_of_products(step(params, tokens, cache).jaxpr)
+    matrices = [params["target_embedding"], params["decoder"]]
+    entries = sum(leaf.size for leaf in jax.tree.leaves(matrices) if leaf.ndim == 2)
+    unused = 2 * config.decoder_layers * config.model_dim**2
+    keys_values = sum(leaf.size for leaf in jax.tree.leaves(cache.layers))
+    assert num_bytes == 4 * (entries - unused + keys_values)
 
 
 def test_operations_of_a_decoder_only_model_are_not_counted():
@@ -202,6 +226,31 @@ def test_one_run_prints_its_records(monkeypatch, capsys):
     assert ratio["peak_memory"] == pytest.approx(ours["peak_memory_bytes"] / peer["peak_memory_bytes"], abs=1e-3)
     turns = [line.split(": ")[2].split()[0] for line in captured.err.splitlines() if "round" in line]
     assert turns == ["tfm", "transformers"] * 3
+
+
+def test_decoding_prints_a_record_for_each_library_and_setting(monkeypatch, capsys):
+    monkeypatch.setattr(decode, "available_cores", lambda: 1)
+    monkeypatch.setattr(decode, "limit_threads", lambda threads: None)
+    arguments = ["--arch", "tiny", "--rows", "2", "--source", "5", "--new", "3", "--beams", "1", "2", "--rounds", "2"]
+    assert decode.main(arguments) == 0
+    records = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [record["record"] for record in records] == ["machine", *["decoding", "decoding", "ratio"] * 2]
+    for record in records[1:]:
+        assert (record["rows"], record["source_tokens"], record["new_tokens"]) == (2, 5, 3)
+        if record["record"] == "decoding":
+            assert record["tokens_per_second"] > 0
+            assert record["floor_milliseconds"] > 0
+            assert record["peak_memory_bytes"] > 0
+    assert {record["beams"] for record in records[1:]} == {1, 2}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"), [(["--new", "1"], "at least 2 new tokens"), (["--rows", "0"], "at least 1, got '0'")]
+)
+def test_decoding_that_cannot_be_measured(arguments, message, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        decode.main(arguments)
+    assert message in capsys.readouterr().err
 
 
 def test_a_worker_that_fails_says_so(capfd):

@@ -205,12 +205,12 @@ class Decoder(Stack):
 
     def __call__(
         self,
-        embedded: Float[Array, "B T D"],
+        embedded: Float[Array, "BW T D"],
         sources: tuple[KeysValues | None, ...],
         source_lengths: Int[Array, "B"] | None,
         past: Cache | None = None,
-    ) -> tuple[Float[Array, "B T D"], tuple[KeysValues, ...]]:
-        """Runs T tokens, which follow the `past` where there is one.
+    ) -> tuple[Float[Array, "BW T D"], tuple[KeysValues, ...]]:
+        """Runs T tokens, which follow the `past` where there is one; the past may have W hypotheses of each source.
 
         Returns:
             The tokens' vectors, and every layer's self-attention keys and values: of these tokens, or of the past with
