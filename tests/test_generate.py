@@ -428,6 +428,8 @@ def test_what_cannot_be_is_refused(config):
         refuse(source_lengths=np.array([5, 5, 5, 5, 5, 6]))
     with pytest.raises(ValueError, match="expected prompt lengths from 1 to 3, got 0 to 0"):
         refuse(prompt=prompt_of(config), prompt_lengths=np.zeros(B, np.int32), max_tokens=1)
+    with pytest.raises(ValueError, match="expected source ids from 0 to 10, got 11"):
+        refuse(source=np.full_like(SOURCE, V))
     with pytest.raises(ValueError, match="expected a source of at most 16 tokens, got 17"):
         refuse(source=random_ids(B, 17))
     with pytest.raises(ValueError, match="expected a capacity: max_tokens has no value yet"):
@@ -436,7 +438,23 @@ def test_what_cannot_be_is_refused(config):
 
 def test_limits_of_another_shape_are_refused():
     config = CONFIGS[0]
-    with pytest.raises(ValueError, match=r"expected one max_tokens or 6, one a row, got shape \(2,\)"):
-        inspect.unwrap(generate)(
-            tiny_model(config), random_params(config), SOURCE, max_tokens=np.array([1, 2]), capacity=CAPACITY
-        )
+    refuse = functools.partial(inspect.unwrap(generate), tiny_model(config), random_params(config), SOURCE)
+    for max_tokens, found in (([1, 2], r"int64 of shape \(2,\)"), (2.5, r"float64 of shape \(\)")):
+        with pytest.raises(ValueError, match=f"expected one max_tokens or 6, one a row, as whole numbers, got {found}"):
+            refuse(max_tokens=max_tokens, capacity=CAPACITY)
+
+
+def test_lists_are_as_good_as_arrays():
+    config = CONFIGS[0]
+    prompt = prompt_of(config)
+    listed = run(
+        config,
+        source=SOURCE.tolist(),
+        source_lengths=SOURCE_LENGTHS.tolist(),
+        prompt=prompt.tolist(),
+        prompt_lengths=PROMPT_LENGTHS.tolist(),
+        max_tokens=[3] * B,
+    )
+    arrays = run(config, prompt=prompt, prompt_lengths=PROMPT_LENGTHS, max_tokens=3)
+    assert_same_bits(listed.tokens, arrays.tokens)
+    assert_same_bits(listed.scores, arrays.scores)

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import typing
+from collections.abc import Sequence
 
 import flax.struct
 import jax
@@ -39,12 +40,12 @@ class Generation:
 def generate(
     model: Model,
     params: Params,
-    source: Int[Array | np.ndarray, "B S"],
+    source: Int[Array | np.ndarray, "B S"] | Sequence[Sequence[int]],
     *,
-    max_tokens: int | Int[Array | np.ndarray, ""] | Int[Array | np.ndarray, "B"],
-    source_lengths: Int[Array | np.ndarray, "B"] | None = None,
-    prompt: Int[Array | np.ndarray, "B T"] | None = None,
-    prompt_lengths: Int[Array | np.ndarray, "B"] | None = None,
+    max_tokens: int | Int[Array | np.ndarray, ""] | Int[Array | np.ndarray, "B"] | Sequence[int],
+    source_lengths: Int[Array | np.ndarray, "B"] | Sequence[int] | None = None,
+    prompt: Int[Array | np.ndarray, "B T"] | Sequence[Sequence[int]] | None = None,
+    prompt_lengths: Int[Array | np.ndarray, "B"] | Sequence[int] | None = None,
     sampler: Sampler = Greedy(),  # noqa: B008 - frozen and without state
     key: KeyArray | None = None,
     capacity: int | None = None,
@@ -74,11 +75,11 @@ def generate(
         A `Generation` whose T is capacity + 1 less the prompt's T.
 
     Raises:
-        ValueError: more tokens than the capacity or the model allows, lengths out of range, a sampler's number out of
-            its range, a sampler that draws without a key or with keys that are not threefry's.
+        ValueError: as `prefill`; more tokens than the capacity allows, a sampler's number out of its range, a sampler
+            that draws without a key or with keys that are not threefry's.
     """
-    batch = source.shape[0]
     inputs = complete_inputs(model, source, source_lengths, prompt, prompt_lengths)
+    batch = inputs[0].shape[0]
     if isinstance(sampler, Sampling):
         sampler = sampler.as_arrays(batch)
         if key is None:
@@ -90,13 +91,13 @@ def generate(
 def generate_n_best(
     model: Model,
     params: Params,
-    source: Int[Array | np.ndarray, "B S"],
+    source: Int[Array | np.ndarray, "B S"] | Sequence[Sequence[int]],
     *,
-    max_tokens: int | Int[Array | np.ndarray, ""] | Int[Array | np.ndarray, "B"],
+    max_tokens: int | Int[Array | np.ndarray, ""] | Int[Array | np.ndarray, "B"] | Sequence[int],
     search: BeamSearch = BeamSearch(),  # noqa: B008 - frozen and without state
-    source_lengths: Int[Array | np.ndarray, "B"] | None = None,
-    prompt: Int[Array | np.ndarray, "B T"] | None = None,
-    prompt_lengths: Int[Array | np.ndarray, "B"] | None = None,
+    source_lengths: Int[Array | np.ndarray, "B"] | Sequence[int] | None = None,
+    prompt: Int[Array | np.ndarray, "B T"] | Sequence[Sequence[int]] | None = None,
+    prompt_lengths: Int[Array | np.ndarray, "B"] | Sequence[int] | None = None,
     capacity: int | None = None,
 ) -> NBest:
     """The best continuations of every row that beam search finds.
@@ -121,8 +122,8 @@ def generate_n_best(
     Raises:
         ValueError: as `generate`, or a setting of the search out of its range.
     """
-    batch = source.shape[0]
     inputs = complete_inputs(model, source, source_lengths, prompt, prompt_lengths)
+    batch = inputs[0].shape[0]
     search.check(batch)
     if search.width > model.config.target_vocab_size:
         raise ValueError(
@@ -243,8 +244,13 @@ def _limits(
     max_tokens: typing.Any, batch: int, prompt_length: int, most: int, capacity: int | None
 ) -> tuple[int, Array]:
     """The static capacity, and each row's limit of tokens."""
-    if jnp.shape(max_tokens) not in ((), (batch,)):
-        raise ValueError(f"expected one max_tokens or {batch}, one a row, got shape {jnp.shape(max_tokens)}")
+    if not isinstance(max_tokens, jax.Array):
+        max_tokens = np.asarray(max_tokens)
+    if max_tokens.shape not in ((), (batch,)) or not jnp.issubdtype(max_tokens.dtype, jnp.integer):
+        raise ValueError(
+            f"expected one max_tokens or {batch}, one a row, as whole numbers, "
+            f"got {max_tokens.dtype} of shape {max_tokens.shape}"
+        )
     capacity = _capacity(max_tokens, prompt_length, most, capacity)
     return capacity, jnp.broadcast_to(jnp.asarray(max_tokens, jnp.int32), (batch,))
 

@@ -7,6 +7,7 @@ and set of shapes.
 
 import functools
 import typing
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -21,10 +22,10 @@ from tfm.nn.transformer import Model
 def prefill(
     model: Model,
     params: Params,
-    source: Int[Array | np.ndarray, "B S"],
-    source_lengths: Int[Array | np.ndarray, "B"] | None = None,
-    prompt: Int[Array | np.ndarray, "B T"] | None = None,
-    prompt_lengths: Int[Array | np.ndarray, "B"] | None = None,
+    source: Int[Array | np.ndarray, "B S"] | Sequence[Sequence[int]],
+    source_lengths: Int[Array | np.ndarray, "B"] | Sequence[int] | None = None,
+    prompt: Int[Array | np.ndarray, "B T"] | Sequence[Sequence[int]] | None = None,
+    prompt_lengths: Int[Array | np.ndarray, "B"] | Sequence[int] | None = None,
     *,
     capacity: int,
 ) -> tuple[Float[Array, "B 1 V"], Cache]:
@@ -43,7 +44,9 @@ def prefill(
         The logits after each row's last prompt token, and the cache.
 
     Raises:
-        ValueError: lengths that are not within the arrays, or more tokens than the model accepts.
+        ValueError: not whole numbers of these shapes, lengths that are not within the arrays, more tokens than the
+            model accepts, or real tokens that are no ids of its vocabularies. Values that are only known when a
+            caller's jit runs cannot be checked; there an id out of range counts as the nearest.
     """
     inputs = complete_inputs(model, source, source_lengths, prompt, prompt_lengths)
     return _prefill(model, params, *inputs, capacity=capacity)
@@ -51,29 +54,30 @@ def prefill(
 
 def complete_inputs(
     model: Model,
-    source: Int[Array | np.ndarray, "B S"],
-    source_lengths: Int[Array | np.ndarray, "B"] | None,
-    prompt: Int[Array | np.ndarray, "B T"] | None,
-    prompt_lengths: Int[Array | np.ndarray, "B"] | None,
+    source: typing.Any,
+    source_lengths: typing.Any,
+    prompt: typing.Any,
+    prompt_lengths: typing.Any,
 ) -> tuple[Int[Array, "B S"], Int[Array, "B"], Int[Array, "B T"], Int[Array, "B"]]:
     """Source, its lengths, prompt, its lengths, checked and as arrays: what was left out is traced as what was given.
 
     Raises:
         ValueError: as `prefill`.
     """
+    source = _whole_numbers("source", "B, S", source)
     batch = source.shape[0]
     if batch == 0:
         raise ValueError("expected at least 1 source, got 0")
     if prompt is None:
         prompt = np.full((batch, 1), model.config.start_id, np.int32)
+    prompt = _whole_numbers("prompt", "B, T", prompt)
     if prompt.shape[0] != batch:
         raise ValueError(f"expected a prompt for each of {batch} sources, got {prompt.shape[0]}")
-    return (
-        jnp.asarray(source),
-        _lengths("source", source_lengths, source, least=0),
-        jnp.asarray(prompt),
-        _lengths("prompt", prompt_lengths, prompt, least=1),
-    )
+    source_lengths = _lengths("source", source_lengths, source, least=0)
+    prompt_lengths = _lengths("prompt", prompt_lengths, prompt, least=1)
+    _check_ids("source", source, source_lengths, model.config.source_vocab_size)
+    _check_ids("prompt", prompt, prompt_lengths, model.config.target_vocab_size)
+    return jnp.asarray(source), jnp.asarray(source_lengths), jnp.asarray(prompt), jnp.asarray(prompt_lengths)
 
 
 @functools.partial(jax.jit, static_argnames=("model", "capacity"))
@@ -94,7 +98,7 @@ def _prefill(
 def decode_step(
     model: Model,
     params: Params,
-    tokens: Int[Array | np.ndarray, "B T"],
+    tokens: Int[Array | np.ndarray, "B T"] | Sequence[Sequence[int]],
     cache: Cache,
     *,
     donate_cache: bool = False,
@@ -105,7 +109,8 @@ def decode_step(
         model: the model of the prefill.
         params: its parameters.
         tokens: ids that follow what the cache holds. The caller keeps the rows' lengths + T within the cache's
-            capacity: the lengths lie on the device, and looking at them here would stall every step.
+            capacity, and a JAX array's ids within the vocabulary: both lie on the device, and looking at them here
+            would stall every step.
         cache: from `prefill` or an earlier step.
         donate_cache: lets XLA write into the cache's memory instead of copying it; the cache passed in must then not
             be used again.
@@ -114,12 +119,16 @@ def decode_step(
         The logits after each of the tokens, and the cache with the tokens in it.
 
     Raises:
-        ValueError: tokens for another number of rows, or more than the cache can hold.
+        ValueError: not whole numbers [B, T], tokens for another number of rows, none, more than the cache can hold, or
+            a NumPy array or list with an id that the vocabulary does not have.
     """
+    tokens = _whole_numbers("tokens", "B, T", tokens)
     if tokens.shape[0] != cache.lengths.shape[0]:
         raise ValueError(f"expected tokens for the cache's {cache.lengths.shape[0]} rows, got {tokens.shape[0]}")
-    if tokens.shape[1] > cache.capacity:
-        raise ValueError(f"expected at most {cache.capacity} tokens (the cache's capacity), got {tokens.shape[1]}")
+    if not 1 <= tokens.shape[1] <= cache.capacity:
+        raise ValueError(f"expected 1 to {cache.capacity} tokens (the cache's capacity), got {tokens.shape[1]}")
+    if isinstance(tokens, np.ndarray):
+        _check_ids("token", tokens, np.full(len(tokens), tokens.shape[1]), model.config.target_vocab_size)
     step = _decode_step_donating if donate_cache else _decode_step
     return step(model, params, tokens, cache)
 
@@ -132,19 +141,47 @@ _decode_step = jax.jit(_apply_decode_step, static_argnames="model")
 _decode_step_donating = jax.jit(_apply_decode_step, static_argnames="model", donate_argnames="cache")
 
 
-def _lengths(what: str, lengths: Array | np.ndarray | None, ids: Array | np.ndarray, *, least: int) -> Array:
-    """Checked lengths. Values that are only known when a caller's jit runs cannot be checked."""
+def _whole_numbers(what: str, axes: str, x: typing.Any) -> Array | np.ndarray:
+    """x, if it is an array of whole numbers with these axes; a list becomes a NumPy array."""
+    if not isinstance(x, jax.Array | np.ndarray):
+        try:
+            x = np.asarray(x)
+        except ValueError as error:  # rows of unequal lengths
+            raise ValueError(f"expected {what} as whole numbers [{axes}], got {error}") from error
+    if x.ndim != len(axes.split(", ")) or not jnp.issubdtype(x.dtype, jnp.integer):
+        raise ValueError(f"expected {what} as whole numbers [{axes}], got {x.dtype} of shape {x.shape}")
+    return x
+
+
+def _lengths(what: str, lengths: typing.Any, ids: Array | np.ndarray, *, least: int) -> Array | np.ndarray:
+    """Checked lengths, as far as their values are known."""
     batch, longest = ids.shape
     if longest < least:
         raise ValueError(f"expected a {what} of at least {least} tokens, got {longest}")
     if lengths is None:
-        return jnp.full(batch, longest, jnp.int32)
+        return np.full(batch, longest, np.int32)
+    lengths = _whole_numbers(f"{what} lengths", "B", lengths)
     if lengths.shape != (batch,):
         raise ValueError(f"expected {what} lengths of shape ({batch},), got {lengths.shape}")
-    if not isinstance(lengths, jax.core.Tracer):
-        shortest_said, longest_said = np.min(np.asarray(lengths)), np.max(np.asarray(lengths))
-        if shortest_said < least or longest_said > longest:
-            raise ValueError(
-                f"expected {what} lengths from {least} to {longest}, got {shortest_said} to {longest_said}"
-            )
-    return jnp.asarray(lengths, jnp.int32)
+    known = _known(lengths)
+    if known is not None and not (least <= known.min() and known.max() <= longest):
+        raise ValueError(f"expected {what} lengths from {least} to {longest}, got {known.min()} to {known.max()}")
+    return lengths.astype(jnp.int32)
+
+
+def _check_ids(what: str, ids: Array | np.ndarray, lengths: Array | np.ndarray, vocab_size: int) -> None:
+    """Raises ValueError for a real token that the vocabulary does not have, as far as the values are known."""
+    known_ids, known_lengths = _known(ids), _known(lengths)
+    if known_ids is None or known_lengths is None:
+        return
+    real = known_ids[np.arange(ids.shape[1])[None] < known_lengths[:, None]]
+    wrong = real[(real < 0) | (real >= vocab_size)]
+    if wrong.size:
+        raise ValueError(f"expected {what} ids from 0 to {vocab_size - 1}, got {wrong[0]}")
+
+
+def _known(x: Array | np.ndarray) -> np.ndarray | None:
+    """The values, unless they come only when a caller's jit runs, or lie with other processes."""
+    if isinstance(x, jax.core.Tracer) or not getattr(x, "is_fully_addressable", True):
+        return None
+    return np.asarray(x)
