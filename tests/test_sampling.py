@@ -191,7 +191,11 @@ def test_all_numbers_are_traced():
     [
         ({"temperature": -0.1}, "expected temperature at least 0, got -0.1"),
         ({"temperature": float("nan")}, "expected temperature at least 0, got nan"),
-        ({"top_k": -1}, "expected top_k at least 0, got -1"),
+        ({"top_k": -1}, r"expected top_k a whole number from 0 to 2\*\*31 - 1, got -1"),
+        ({"top_k": 2.5}, r"expected top_k a whole number from 0 to 2\*\*31 - 1, got 2.5"),
+        ({"top_k": 2**40}, r"expected top_k a whole number from 0 to 2\*\*31 - 1, got 1099511627776"),
+        ({"top_k": 2**70}, "expected top_k a whole number"),
+        ({"top_k": np.array([2.0, 1.0])}, "expected top_k a whole number"),
         ({"top_p": 0.0}, "expected top_p more than 0 and at most 1, got 0.0"),
         ({"top_p": 1.5}, "expected top_p more than 0 and at most 1, got 1.5"),
         ({"min_p": -0.5}, "expected min_p from 0 to 1, got -0.5"),

@@ -10,16 +10,19 @@ limit; sources of one bucket are batched, and the batch padded with empty rows t
 2·S + 32 target tokens, S being the padded source, and only a larger `max_tokens` asks for more, in powers of two.
 All else is traced: lengths, `max_tokens`, the sampler's numbers, the seed, the parameters.
 
-An answer depends on its text, its limit and, where tokens are drawn, its own random key, never on the texts beside it:
-what a source is padded to follows from its own length alone.
+An answer depends on its text, its limit and, where tokens are drawn, its own random key, and beyond rounding never on
+the texts beside it: what a source is padded to follows from its own length alone. But products of another number of
+rows are summed in another order: a score may differ by 1e-4 in float32 and by 3e-2 in bfloat16, and of two tokens that
+are as near to each other, the other may come.
 """
 
 import copy
 import dataclasses
 import functools
+import operator
 import os
 from collections.abc import Iterable, Iterator, Sequence
-from typing import overload
+from typing import SupportsIndex, overload
 
 import jax
 import numpy as np
@@ -140,26 +143,32 @@ class TextModel:
 
     def __repr__(self) -> str:
         config = self.config
-        return (
-            f"TextModel({config.architecture}, {config.encoder_layers}+{config.decoder_layers} layers, "
-            f"D {config.model_dim}, {self.model.dtype})"
-        )
+        encoder = f"{config.encoder_layers}+" if config.architecture == "encoder-decoder" else ""
+        layers = f"{encoder}{config.decoder_layers} layers"
+        return f"TextModel({config.architecture}, {layers}, D {config.model_dim}, {self.model.dtype})"
 
     @overload  # overlapping, because a str is an Iterable[str] too
-    def __call__(self, texts: str, *, max_tokens: int | None = ..., sampler: Sampler = ..., seed: int = ...) -> str: ...  # type: ignore[overload-overlap]
+    def __call__(  # type: ignore[overload-overlap]
+        self, texts: str, *, max_tokens: SupportsIndex | None = ..., sampler: Sampler = ..., seed: SupportsIndex = ...
+    ) -> str: ...
 
     @overload
     def __call__(
-        self, texts: Iterable[str], *, max_tokens: int | None = ..., sampler: Sampler = ..., seed: int = ...
+        self,
+        texts: Iterable[str],
+        *,
+        max_tokens: SupportsIndex | None = ...,
+        sampler: Sampler = ...,
+        seed: SupportsIndex = ...,
     ) -> list[str]: ...
 
     def __call__(
         self,
         texts: str | Iterable[str],
         *,
-        max_tokens: int | None = None,
+        max_tokens: SupportsIndex | None = None,
         sampler: Sampler = Greedy(),  # noqa: B008 - frozen and without state
-        seed: int = 0,
+        seed: SupportsIndex = 0,
     ) -> str | list[str]:
         """The answer to one text, or the answers to several in the order given. Arguments are those of `generate`."""
         if isinstance(texts, str):
@@ -170,9 +179,9 @@ class TextModel:
         self,
         texts: Iterable[str],
         *,
-        max_tokens: int | None = None,
+        max_tokens: SupportsIndex | None = None,
         sampler: Sampler = Greedy(),  # noqa: B008 - frozen and without state
-        seed: int = 0,
+        seed: SupportsIndex = 0,
     ) -> list[Answer]:
         """Answers every text.
 
@@ -193,15 +202,16 @@ class TextModel:
         if isinstance(texts, str):
             raise ValueError(f"expected several texts, got one: {texts!r}; put it into a list")
         texts = list(texts)
-        self._check_max_tokens(max_tokens)
+        max_tokens = self._checked_max_tokens(max_tokens)
         sampler = _traceable(sampler)
-        if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed <= _MAX_SEED:
+        number = _whole_number(seed)
+        if number is None or not 0 <= number <= _MAX_SEED:
             raise ValueError(f"expected a whole number from 0 to {_MAX_SEED} as seed, got {seed!r}")
         sources = self._encode(texts)
         answers: list[Answer | None] = [None] * len(texts)
         for indices, shape in self._batches([len(ids) for ids in sources], max_tokens):
             limit = shape.capacity if max_tokens is None else max_tokens
-            generation = self._run(shape, [sources[i] for i in indices], indices, limit, sampler, seed)
+            generation = self._run(shape, [sources[i] for i in indices], indices, limit, sampler, number)
             for i, answer in zip(indices, self._answers(generation, len(indices)), strict=True):
                 answers[i] = answer
         return [answer for answer in answers if answer is not None]
@@ -211,7 +221,7 @@ class TextModel:
         *,
         batch_sizes: Iterable[int] | None = None,
         source_lengths: Iterable[int] | None = None,
-        max_tokens: int | None = None,
+        max_tokens: SupportsIndex | None = None,
         sampler: Sampler = Greedy(),  # noqa: B008 - frozen and without state
     ) -> int:
         """Compiles ahead, so that later requests within the arguments' bounds compile nothing.
@@ -233,7 +243,7 @@ class TextModel:
             ValueError: an argument is out of range.
         """
         config = self.config
-        self._check_max_tokens(max_tokens)
+        max_tokens = self._checked_max_tokens(max_tokens)
         sampler = _traceable(sampler)
         sizes = [*range(1, self._max_batch + 1)] if batch_sizes is None else list(batch_sizes)
         lengths = [*range(1, config.max_source_length + 1)] if source_lengths is None else list(source_lengths)
@@ -267,14 +277,15 @@ class TextModel:
         """Writes a model folder that `load` reads: see `tfm.store.save_model`."""
         save_model(folder, self.config, self.params, self.source_tokenizer, self.target_tokenizer)
 
-    def _check_max_tokens(self, max_tokens: int | None) -> None:
-        most = self.config.max_target_length
+    def _checked_max_tokens(self, max_tokens: SupportsIndex | None) -> int | None:
         if max_tokens is None:
-            return
-        if isinstance(max_tokens, bool) or not isinstance(max_tokens, int) or not 1 <= max_tokens <= most:
+            return None
+        number, most = _whole_number(max_tokens), self.config.max_target_length
+        if number is None or not 1 <= number <= most:
             raise ValueError(
                 f"expected max_tokens from 1 to {most} (the model's max_target_length), got {max_tokens!r}"
             )
+        return number
 
     def _encode(self, texts: Sequence[str]) -> list[list[int]]:
         """Source ids, end token included. Raises ValueError for the first text that cannot be one."""
@@ -372,15 +383,21 @@ def _traceable(sampler: Sampler) -> Sampler:
     """The checked sampler, each number as an array of one dtype: to jit, 1 and 1.0 are two kinds of argument."""
     if not isinstance(sampler, Greedy | Sampling):
         raise ValueError(f"expected a sampler, Greedy() or Sampling(…), got {sampler!r}")
-    if isinstance(sampler, Sampling):
-        sampler.check()
-    if any(np.ndim(number) for number in jax.tree.leaves(sampler)):
+    if not isinstance(sampler, Sampling):
+        return sampler
+    if any(np.ndim(getattr(sampler, field.name)) for field in dataclasses.fields(Sampling)):
         raise ValueError(f"expected one number for all texts in each field of the sampler, got {sampler!r}")
+    return sampler.as_arrays(batch=1)
 
-    def as_default(number: Array | float | int, default: float | int) -> np.ndarray:
-        return np.asarray(number, np.int32 if isinstance(default, int) else np.float32)
 
-    return jax.tree.map(as_default, sampler, type(sampler)())
+def _whole_number(value: object) -> int | None:
+    """A whole number of any type, NumPy's too, but no bool; None for anything else."""
+    if isinstance(value, bool):
+        return None
+    try:
+        return operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        return None
 
 
 def _power_of_two(number: int) -> int:

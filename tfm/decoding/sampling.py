@@ -1,5 +1,6 @@
 """From logits to a token: small frozen objects whose numbers are traced, so that changing one compiles nothing."""
 
+import dataclasses
 import typing
 
 import flax.struct
@@ -41,7 +42,10 @@ class Sampling:
         """Raises ValueError for a number out of its range; numbers that are only known later cannot be checked."""
         ranges = {
             "temperature": (lambda x: x >= 0, "at least 0"),
-            "top_k": (lambda x: x >= 0, "at least 0"),
+            "top_k": (
+                lambda x: np.issubdtype(x.dtype, np.integer) & (x >= 0) & (x < 2**31),
+                "a whole number from 0 to 2**31 - 1",
+            ),
             "top_p": (lambda x: (x > 0) & (x <= 1), "more than 0 and at most 1"),
             "min_p": (lambda x: (x >= 0) & (x <= 1), "from 0 to 1"),
         }
@@ -53,10 +57,16 @@ class Sampling:
     def as_arrays(self, batch: int) -> "Sampling":
         """The same, checked, with each number as an array of one dtype: to jit, 1 and 1.0 are two kinds of argument."""
         self.check()
-        for name, value in vars(self).items():
+        arrays: dict[str, typing.Any] = {}
+        for field in dataclasses.fields(Sampling):  # a subclass keeps its further ones as they are
+            value, dtype = getattr(self, field.name), np.int32 if field.name == "top_k" else np.float32
             if jnp.shape(value) not in ((), (batch,)):
-                raise ValueError(f"expected one {name} or {batch}, one a row, got an array of shape {jnp.shape(value)}")
-        return jax.tree.map(lambda value, like: jnp.asarray(value, jnp.result_type(type(like))), self, Sampling())
+                raise ValueError(
+                    f"expected one {field.name} or {batch}, one a row, got an array of shape {jnp.shape(value)}"
+                )
+            known = not isinstance(value, jax.core.Tracer)
+            arrays[field.name] = np.asarray(value, dtype) if known else value.astype(dtype)
+        return dataclasses.replace(self, **arrays)
 
     def pick(self, logits: Float[Array, "B V"], keys: KeyArray) -> Int[Array, "B"]:
         """One token a row, each from its own key, so that a row's token does not depend on its neighbours."""
