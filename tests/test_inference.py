@@ -396,7 +396,7 @@ def test_what_cannot_be_is_refused(config):
         run(SOURCE[:0])
     with pytest.raises(ValueError, match="at most 16 tokens, got 17"):
         run(random_ids(T, 17))
-    with pytest.raises(ValueError, match="at most 32 tokens, got 33"):
+    with pytest.raises(ValueError, match="expected a cache capacity of at most 32 tokens, got 33"):
         prefill(model, params, SOURCE, capacity=33)
     with pytest.raises(ValueError, match="expected a prompt of at most 4 tokens, got 6"):
         prefill(model, params, SOURCE, None, TARGET, capacity=4)

@@ -44,6 +44,10 @@ def make_batch(
         shape: the padded (S, T); T counts the start token. `None`: just as long as needed.
         rows: pads with empty rows of weight 0 up to this many. `None`: no padding rows.
 
+    Returns:
+        A `Batch` of int32 ids and float32 weights. Ids are not held against the vocabularies, nor lengths against what
+        the model accepts.
+
     Example:
         >>> batch = make_batch([[7, 8, 2]], [[5, 6]], ModelConfig(), shape=(4, 4))
         >>> batch.source.tolist(), batch.source_lengths.tolist()

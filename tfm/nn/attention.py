@@ -225,7 +225,15 @@ class Attention(nn.Module):
     def keys_values(
         self, memory: Float[Array, "B M D"], rotary_positions: Int[Array, "*B M"] | None = None
     ) -> KeysValues:
-        """Projects what will be attended to; keys are rotated where positions are given."""
+        """Projects what will be attended to.
+
+        Args:
+            memory: one vector for each position: of the target itself, or of the encoded source.
+            rotary_positions: where the keys stand, to rotate them; None: they are not rotated.
+
+        Returns:
+            Keys and values in memory's dtype, heads before positions.
+        """
         heads = (*memory.shape[:2], self.config.kv_heads, self.config.head_size)
         keys, values = self.key(memory).reshape(heads), self.value(memory).reshape(heads)
         return KeysValues(jnp.swapaxes(self._rotate(keys, rotary_positions), 1, 2), jnp.swapaxes(values, 1, 2))
@@ -239,7 +247,21 @@ class Attention(nn.Module):
         rotary_positions: Int[Array, "*B Q"] | None = None,
         bias: Float[Array, "*B N Q M"] | None = None,
     ) -> Float[Array, "B Q D"]:
-        """Lets every token of x look at the keys it may see, and mixes their values."""
+        """Lets every token of x look at the keys it may see, and mixes their values.
+
+        Args:
+            x: one vector for each query.
+            keys_values: from `keys_values`, or a cache of them.
+            visible: which keys a query may see. One that sees none gets zeros, and so the output's bias.
+            rotary_positions: where the queries stand, to rotate them as the keys were; None: they are not rotated.
+            bias: added to the scaled scores, with a leading axis of B or 1.
+
+        Returns:
+            One vector for each query, in x's dtype.
+
+        Raises:
+            ValueError: the attention kernel that was asked for cannot serve here; see `dot_product_attention`.
+        """
         config = self.config
         query = self.query(x).reshape(*x.shape[:2], config.num_heads, config.head_size)
         drops = config.attention_dropout_rate > 0 and self.has_rng("dropout")

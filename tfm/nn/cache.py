@@ -57,7 +57,18 @@ def init_keys_values(config: ModelConfig, *, batch: int, length: int, dtype: str
 
 
 def init_cache(config: ModelConfig, *, batch: int, source_length: int, capacity: int, dtype: str = "float32") -> Cache:
-    """An empty cache for `capacity` target tokens a row, as `prefill` fills it."""
+    """An empty cache for `capacity` target tokens a row, as `prefill` fills it.
+
+    Args:
+        config: the model.
+        batch: rows.
+        source_length: S, what sources are padded to.
+        capacity: C. In a decoder-only model, whose source lies before its target, S + C positions are made.
+        dtype: of keys and values, as for `cache_bytes`.
+
+    Returns:
+        Zeros; all lengths are 0, those of the sources too, so a decode step sees no source.
+    """
     has_source = config.architecture == "encoder-decoder"
     length = capacity if has_source else source_length + capacity
     layers = tuple(
@@ -133,7 +144,9 @@ def widen(cache: Cache, width: int) -> Cache:
 def reorder(cache: Cache, parents: Int[Array, "B"]) -> Cache:
     """Row i of the result continues row parents[i]; the source side stays, because parents share a source.
 
-    `parents` index rows of the self-attention cache, so a beam may only move within its own source.
+    Args:
+        cache: B·W rows of target, on B sources.
+        parents: from 0 to B·W - 1, and each within the W rows of its own source; neither is checked.
     """
     layers = tuple(
         LayerCache(jax.tree.map(lambda x: x[parents], layer.self_attention), layer.cross_attention)

@@ -24,7 +24,11 @@ Dtype = typing.Literal["float32", "bfloat16"]
 
 @jax.custom_vjp
 def relu(x: Float[Array, "*B"]) -> Float[Array, "*B"]:
-    """max(x, 0). The gradient looks at the result, which the next layer keeps anyway, so that x itself can go."""
+    """max(x, 0). The gradient looks at the result, so that x itself can go.
+
+    In most cases the next layer keeps the result anyway. Not for bfloat16 products on a CPU, where it keeps a bfloat16
+    copy, and the result is then kept as well.
+    """
     return jnp.maximum(x, 0)
 
 
@@ -67,6 +71,12 @@ def stream_dtype(dtype: Dtype) -> Dtype:
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
 def project(x: Float[Array, "*B I"], weight: Float[Array, "O I"], dtype: Dtype) -> Float[Array, "*B O"]:
     """Multiplies x by the transposed weight with the operands in `dtype`, accumulated and returned in float32.
+
+    Args:
+        x: of any floating dtype; its gradient has the same.
+        weight: as x.
+        dtype: what both are rounded to before they are multiplied, and the gradient with them when it comes back. The
+            result is float32 in any case; in bfloat16 each term of its sums is off by up to 2⁻⁷ of itself.
 
     The gradient is written out for two reasons. JAX's own would multiply the float32 gradient by upcast operands, so
     that low precision would serve a third of the work; and on a CPU the weight's gradient is made by transposing one

@@ -16,7 +16,15 @@ Params = dict[str, Any]
 
 @functools.partial(jax.jit, static_argnames="model")
 def init_params(model: Model, key: KeyArray) -> Params:
-    """Fresh float32 parameters: a nested dictionary whose leaves are `weight`, `bias` and `scale` arrays."""
+    """Fresh float32 parameters: a nested dictionary whose leaves are `weight`, `bias` and `scale` arrays.
+
+    Weights of products are uniform (Glorot and Bengio 2010), embeddings normal with variance 1 / D; biases are 0 and
+    scales 1.
+
+    Args:
+        model: from `tfm.nn.transformer.build_model`; its dtype and attention kernel do not matter.
+        key: the same key gives the same parameters.
+    """
     one_token, one_length = jnp.zeros((1, 1), jnp.int32), jnp.ones(1, jnp.int32)
     return model.init(key, one_token, one_length, one_token)["params"]
 

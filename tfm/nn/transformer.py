@@ -244,8 +244,8 @@ class Decoder(Stack):
         return self.finish(x), tuple(seen)
 
 
-class LanguageHead(nn.Module):
-    """What both models share: embeddings, the output projection, and the decode step."""
+class Transformer(nn.Module):
+    """What both models share: target embedding, the output projection, and the decode step."""
 
     config: ModelConfig
     dtype: layers.Dtype = "float32"
@@ -304,7 +304,7 @@ class LanguageHead(nn.Module):
         return Cache(layer_caches, lengths, source_lengths)
 
 
-class EncoderDecoder(LanguageHead):
+class EncoderDecoder(Transformer):
     """The Transformer of Vaswani et al. 2017, figure 1."""
 
     def setup(self) -> None:
@@ -333,6 +333,16 @@ class EncoderDecoder(LanguageHead):
     def __call__(
         self, source: Int[Array, "B S"], source_lengths: Int[Array, "B"], target_in: Int[Array, "B T"]
     ) -> Float[Array, "B T V"]:
+        """The logits after every token of `target_in`, teacher-forced, in float32.
+
+        Args:
+            source: ids, padded on the right.
+            source_lengths: real tokens of each source; a row of 0 sees no source.
+            target_in: the start token, then the target; padding on the right changes nothing before it.
+
+        Raises:
+            ValueError: source or target is longer than the model accepts, or the source has no tokens, padding counted.
+        """
         return self.decode(self.encode(source, source_lengths), source_lengths, target_in)
 
     def prefill(
@@ -356,7 +366,7 @@ class EncoderDecoder(LanguageHead):
         return self.logits(last), self.start_cache(seen, sources, prompt_lengths, source_lengths, capacity)
 
 
-class DecoderOnly(LanguageHead):
+class DecoderOnly(Transformer):
     """A decoder alone: each row's source and target are one sequence, without a gap between them."""
 
     def setup(self) -> None:
@@ -370,7 +380,8 @@ class DecoderOnly(LanguageHead):
         self, source: Int[Array, "B S"], source_lengths: Int[Array, "B"], target_in: Int[Array, "B T"]
     ) -> Float[Array, "B T V"]:
         """The logits after every token of `target_in`, each seeing its row's source and the target so far."""
-        self._check(source.shape[1], target_in.shape[1])
+        _check_length("source", source.shape[1], self.config.max_source_length)
+        _check_length("target", target_in.shape[1], self.config.max_target_length)
         x, _ = self._run(join(source, source_lengths, target_in))
         at_target = source_lengths[:, None] + jnp.arange(target_in.shape[1])[None]
         return self.logits(jnp.take_along_axis(x, at_target[..., None], axis=1))
@@ -384,7 +395,8 @@ class DecoderOnly(LanguageHead):
         capacity: int,
     ) -> tuple[Float[Array, "B 1 V"], Cache]:
         """Runs source and prompt in one pass. The cache holds the source and `capacity` target tokens."""
-        self._check(source.shape[1], capacity)
+        _check_length("source", source.shape[1], self.config.max_source_length)
+        _check_length("cache capacity", capacity, self.config.max_target_length)
         _check_length("prompt", prompt.shape[1], capacity)
         x, seen = self._run(join(source, source_lengths, prompt))
         lengths = source_lengths + prompt_lengths
@@ -396,10 +408,6 @@ class DecoderOnly(LanguageHead):
     def _run(self, tokens: Int[Array, "B T"]) -> tuple[Array, tuple[KeysValues, ...]]:
         no_sources = (None,) * self.config.decoder_layers
         return self.decoder(self.embed(self.target_embedding, tokens), no_sources, None)
-
-    def _check(self, source_length: int, target_length: int) -> None:
-        _check_length("source", source_length, self.config.max_source_length)
-        _check_length("target", target_length, self.config.max_target_length)
 
 
 def join(source: Int[Array, "B S"], source_lengths: Int[Array, "B"], target: Int[Array, "B T"]) -> Int[Array, "B S+T"]:
