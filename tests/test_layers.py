@@ -8,7 +8,18 @@ from tolerances import assert_close, assert_same_bits
 
 from tfm.config import ModelConfig
 from tfm.nn import layers
-from tfm.nn.layers import Dropout, Embedding, FeedForward, Linear, Norm, compute_dtype, dropout, project
+from tfm.nn.layers import (
+    Dropout,
+    Embedding,
+    FeedForward,
+    Linear,
+    Norm,
+    compute_dtype,
+    dropout,
+    normalize,
+    project,
+    relu,
+)
 
 CONFIG = ModelConfig(model_dim=16, feed_forward_dim=24, num_heads=2)
 X = jax.random.normal(jax.random.key(0), (2, 5, 16))
@@ -137,7 +148,40 @@ def test_a_vector_of_zeros_has_a_norm_and_a_gradient(kind):
     assert np.isfinite(jax.grad(lambda x: norm.apply(variables, x).sum())(zeros)).all()
 
 
+@pytest.mark.parametrize("center", [True, False])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("lead", [(), (3,), (2, 5), (0, 5)])
+def test_the_gradients_of_normalize_are_those_of_its_formula(lead, dtype, center):
+    def formula(x, scale):
+        x = x.astype(jnp.float32)
+        if center:
+            x -= x.mean(axis=-1, keepdims=True)
+        scale = scale.reshape((1,) * (x.ndim - 1) + (16,))
+        return scale * x / jnp.sqrt(jnp.square(x).mean(axis=-1, keepdims=True) + 1e-3)
+
+    def gradients(function):
+        return jax.grad(lambda *args: (downstream * function(*args)).sum(), (0, 1))(x, scale)
+
+    x = (1 + 2 * jax.random.normal(jax.random.key(1), (*lead, 16))).astype(dtype)
+    scale = jax.random.uniform(jax.random.key(2), (16,), minval=0.5, maxval=2.0)
+    downstream = jax.random.normal(jax.random.key(3), (*lead, 16))
+    by_x, by_scale = gradients(lambda x, scale: normalize(x, scale, center, 1e-3))
+    assert (by_x.dtype, by_scale.dtype) == (dtype, jnp.float32)
+    expected_by_x, expected_by_scale = gradients(formula)
+    assert_close(by_x, expected_by_x, dtype=dtype, times=0.3 if dtype == "bfloat16" else 1)  # one rounding, at the end
+    assert_close(by_scale, expected_by_scale, times=3)  # a sum over the rows
+
+
 # Feed-forward and embeddings
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_gradient_of_relu_is_0_up_to_0_and_1_from_there(dtype):
+    x = jnp.array([-1.0, 0.0, 2.0], dtype)
+    y, pull = jax.vjp(relu, x)
+    (gradient,) = pull(jnp.ones_like(y))
+    assert y.dtype == gradient.dtype == dtype
+    assert (y.tolist(), gradient.tolist()) == ([0, 0, 2], [0, 0, 1])
 
 
 def gelu(x):
