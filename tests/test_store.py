@@ -447,6 +447,12 @@ def test_names_that_exclude_each_other(folder, change):
         load_model(folder)
 
 
+def test_a_name_of_very_many_parts(folder):
+    edit_arrays(folder, lambda arrays: arrays.update({".".join("a" * 10_000): np.zeros(1, np.float32)}))
+    with pytest.raises(ValueError, match="model: maximum recursion depth"):
+        load_model(folder)
+
+
 def test_tokenizers_that_do_not_belong(tmp_path):
     big = Tokenizer.train(["a b c d e f g h i j k l m n o p"], kind="word", vocab_size=40)
     for side, tokenizers in (("source", (big, TOKENIZER)), ("target", (TOKENIZER, big))):

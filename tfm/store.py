@@ -205,7 +205,7 @@ def _read(folder: Path) -> StoredModel:
         source_tokenizer = Tokenizer.load(folder / _SOURCE_TOKENIZER)
         target_tokenizer = Tokenizer.load(folder / _TARGET_TOKENIZER)
         check_tokenizers(config, source_tokenizer, target_tokenizer)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:  # the latter for a name of a thousand parts
         raise ValueError(f"{folder}: {error}") from error
     return StoredModel(config, params, source_tokenizer, target_tokenizer)
 
