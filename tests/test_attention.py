@@ -187,6 +187,21 @@ def test_low_precision_still_takes_the_softmax_in_float32():
 
 
 @pytest.mark.skipif(ON_GPU, reason="there is a GPU")
+@pytest.mark.skipif(ON_GPU, reason="a CPU in a process that has a GPU, played on a CPU")
+def test_plain_runs_on_a_cpu_that_is_not_the_default(monkeypatch):
+    """What a CPU cannot multiply depends on where the product runs, whatever JAX takes first."""
+    query, keys_values = arrays(dtype=jnp.bfloat16)
+    exact = in_numpy(query, keys_values, lambda row, q, key: True)
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+
+    def mixed(query, keys_values):
+        return dot_product_attention(query, keys_values, visible=ALL, kernel="plain")
+
+    assert_close(jax.jit(mixed)(query, keys_values), exact, dtype="bfloat16")
+    gradients = jax.jit(jax.grad(lambda *args: mixed(*args).sum(), (0, 1)))(query, keys_values)
+    assert all(leaf.dtype == jnp.bfloat16 and np.isfinite(leaf).all() for leaf in jax.tree.leaves(gradients))
+
+
 def test_cudnn_without_a_gpu_is_refused_and_the_error_says_why():
     query, keys_values = arrays(dtype="bfloat16")
     with pytest.raises(ValueError, match="'cudnn' cannot serve here: it needs an NVIDIA GPU, and the backend is cpu"):

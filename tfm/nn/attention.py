@@ -120,16 +120,21 @@ def _plain(
         weights = layers.dropout(weights, dropout_rate, dropout_key)
     batch, num_heads, num_queries, num_keys = weights.shape
     kv_heads = keys_values.values.shape[1]
-    # XLA's CPU backend cannot run this product from bfloat16 into float32
-    operands = jnp.float32 if jax.default_backend() == "cpu" else query.dtype
     weights_BKGQM = weights.reshape(batch, kv_heads, num_heads // kv_heads, num_queries, num_keys)
-    mixed_BQKGH = jnp.einsum(
-        "BKGQM,BKMH->BQKGH",
-        weights_BKGQM.astype(operands),
-        keys_values.values.astype(operands),
-        preferred_element_type=jnp.float32,
-    )
+    in_float32 = functools.partial(_weighted_sum, dtype="float32")
+    if query.dtype == jnp.float32:
+        mixed_BQKGH = in_float32(weights_BKGQM, keys_values.values)
+    else:  # XLA's CPU backend cannot run this product from bfloat16 into float32
+        as_query = functools.partial(_weighted_sum, dtype=query.dtype.name)
+        mixed_BQKGH = jax.lax.platform_dependent(weights_BKGQM, keys_values.values, cpu=in_float32, default=as_query)
     return mixed_BQKGH.reshape(query.shape).astype(query.dtype)
+
+
+def _weighted_sum(weights_BKGQM: Array, values: Array, dtype: str) -> Array:
+    """With the operands in `dtype`, accumulated and returned in float32."""
+    return jnp.einsum(
+        "BKGQM,BKMH->BQKGH", weights_BKGQM.astype(dtype), values.astype(dtype), preferred_element_type=jnp.float32
+    )
 
 
 def _xla(query: Array, keys_values: KeysValues, visible: Visible, bias: Array | None, scale: float) -> Array:
