@@ -226,6 +226,24 @@ def test_scores_json_and_table_show_the_same_answers(trained, capsys):
     assert all(word in table for word in ("abc", "bad", "score", plain[0].split()[0] if plain[0] else ""))
 
 
+def test_beams_give_as_many_lines_a_line_as_are_asked_for(trained, capsys):
+    run = trained / "run"
+    search = [run, "--beams", "3", "--alpha", "0", "--scores", "abc", "", "bad"]
+    lines = answers(capsys, ["generate", *search, "--n-best", "2"])
+    assert len(lines) == 6
+    assert lines[2:4] == ["", ""]
+    assert answers(capsys, ["generate", *search]) == lines[::2]
+    scores = [float(line.rpartition("\t")[2]) for line in lines if line]
+    assert scores[0] >= scores[1]
+    assert scores[2] >= scores[3]
+    greedy = answers(capsys, ["generate", run, "--scores", "abc"])[0]
+    assert scores[0] >= float(greedy.rpartition("\t")[2]) - 1e-3
+    assert main(["generate", str(run), "abc", "--beams", "2", "--n-best", "3"]) == 2
+    assert "num_best from 1 to the width 2, got 3" in errors(capsys)
+    beamed = result(capsys, ["evaluate", run, "--metrics", "ter", "--beams", "1", "--alpha", "0", "--json"])
+    assert beamed["metrics"] == result(capsys, ["evaluate", run, "--metrics", "ter", "--json"])["metrics"]
+
+
 def test_sampling_follows_the_seed_and_not_the_way_in(trained, capsys, tmp_path, monkeypatch):
     run = trained / "run"
     words = ["abcdef"] * (LINES_AT_ONCE + 10)

@@ -9,6 +9,7 @@ import pytest
 
 from tfm.batch import make_batch
 from tfm.config import ModelConfig
+from tfm.decoding.sampling import Greedy
 from tfm.nn.params import init_params
 from tfm.nn.transformer import build_model
 from tfm.pipeline import Answer, TextModel
@@ -73,7 +74,8 @@ class Scripted(TextModel):
         self.asked: list[str] = []
         self.limits: list[int] = []
 
-    def generate(self, texts, *, max_tokens):
+    def generate(self, texts, *, max_tokens, sampler):
+        assert sampler == Greedy()
         self.asked += texts
         self.limits.append(max_tokens)
         return [Answer(text=self.answer(text), score=0.0, tokens=[], finished=True) for text in texts]

@@ -18,6 +18,7 @@ from compile_counter import count_compilations
 import tfm
 from tfm import pipeline
 from tfm.config import ModelConfig, preset
+from tfm.decoding.beam import BeamSearch
 from tfm.decoding.sampling import Greedy, Sampling
 from tfm.nn.params import init_params
 from tfm.nn.transformer import build_model
@@ -235,6 +236,28 @@ def test_shapes_are_buckets(model, shapes):
     assert shapes == [
         (8, 16, 64), (2, 32, 96), (4, 16, 64), (1, 70, 150), (1, 16, 64), (1, 16, 128), (1, 16, 150),
     ]  # fmt: skip
+
+
+def test_beams_count_as_tokens_of_a_batch(shapes):
+    search = BeamSearch(width=4)
+    make_model(max_batch_tokens=4 * 64 + 16)(["a"] * 3, max_tokens=1, sampler=search)
+    assert shapes == [(1, 16, 64)] * 3
+
+
+@pytest.mark.parametrize("architecture", ["encoder-decoder", "decoder-only"])
+def test_the_best_hypotheses_of_a_text_are_those_that_it_has_alone(architecture):
+    model = make_model(CONFIG.replace(architecture=architecture))
+    texts = random_texts(9, longest=15)
+    search = BeamSearch(width=3, num_best=3)
+    together = model.generate_n_best(texts, max_tokens=8, sampler=search)
+    alone = [answers for text in texts for answers in model.generate_n_best([text], max_tokens=8, sampler=search)]
+    for found, expected in zip(together, alone, strict=True):
+        assert_equal(found, expected)
+        assert len(found) == 3
+    assert_equal(model.generate(texts, max_tokens=8, sampler=search), [best for best, *_ in together])
+    one = BeamSearch(width=1, alpha=0.0)
+    assert_equal(model.generate(texts, max_tokens=8, sampler=one), model.generate(texts, max_tokens=8))
+    assert [len(answers) for answers in model.generate_n_best(texts[:2], max_tokens=8, sampler=Greedy())] == [1, 1]
 
 
 def test_batches_stay_within_their_limits(shapes):

@@ -4,11 +4,10 @@
     model("transformer")                                  # one text in, one out
     model(["a", "b"], max_tokens=20)                      # many, in the order given
     model.generate(["a"], sampler=Sampling(), seed=1)     # with scores, ids and whether the model ended by itself
+    model.generate_n_best(["a"], sampler=BeamSearch(width=8, num_best=5))
 
-XLA compiles for shapes, so shapes are few. A source is padded to its bucket, a power of two from 16 up to the model's
-limit; sources of one bucket are batched, and the batch padded with empty rows to a power of two. The cache has room for
-2·S + 32 target tokens, S being the padded source, and only a larger `max_tokens` asks for more, in powers of two.
-All else is traced: lengths, `max_tokens`, the sampler's numbers, the seed, the parameters.
+XLA compiles for shapes, so shapes are few: see `tfm.buckets`. All else is traced: lengths, `max_tokens`, the sampler's
+numbers, the seed, the parameters.
 
 An answer depends on its text, its limit and, where tokens are drawn, its own random key, and beyond rounding never on
 the texts beside it: what a source is padded to follows from its own length alone. But products of another number of
@@ -21,15 +20,18 @@ import dataclasses
 import functools
 import operator
 import os
-from collections.abc import Iterable, Iterator, Sequence
-from typing import SupportsIndex, overload
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple, SupportsIndex, overload
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
-from tfm.axes import Array, Int
+from tfm.axes import Array, Bool, Float, Int
+from tfm.buckets import Buckets, Shape
 from tfm.config import ModelConfig
-from tfm.decoding.generate import Generation, generate
+from tfm.decoding.beam import BeamSearch
+from tfm.decoding.generate import generate, generate_n_best
 from tfm.decoding.sampling import Greedy, Sampler, Sampling
 from tfm.nn.attention import Kernel
 from tfm.nn.params import Params
@@ -37,8 +39,11 @@ from tfm.nn.transformer import Model, build_model
 from tfm.store import check_params, check_tokenizers, load_model, save_model
 from tfm.tokenizer import Tokenizer
 
-_SHORTEST_SOURCE = 16
 _MAX_SEED = 2**32 - 1
+
+
+Decoding = Sampler | BeamSearch
+"""How the tokens of an answer are chosen."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,16 +57,6 @@ class Answer:
     """The ids of `text`, without the end token."""
     finished: bool
     """True where the model ended by itself, False where the limit of tokens cut it off."""
-
-
-@dataclasses.dataclass(frozen=True)
-class _Shape:
-    """What one compilation serves."""
-
-    rows: int
-    source_length: int
-    capacity: int
-    """Target tokens: those read, from the start token on, and those generated, to the last one, are as many."""
 
 
 def load(
@@ -138,8 +133,7 @@ class TextModel:
         self.source_tokenizer = source_tokenizer
         self.target_tokenizer = target_tokenizer
         self.model: Model = build_model(config, dtype=dtype, attention_kernel=attention_kernel)
-        self._max_batch = max_batch
-        self._max_batch_tokens = max_batch_tokens
+        self._buckets = Buckets(config, max_batch, max_batch_tokens)
 
     def __repr__(self) -> str:
         config = self.config
@@ -149,7 +143,7 @@ class TextModel:
 
     @overload  # overlapping, because a str is an Iterable[str] too
     def __call__(  # type: ignore[overload-overlap]
-        self, texts: str, *, max_tokens: SupportsIndex | None = ..., sampler: Sampler = ..., seed: SupportsIndex = ...
+        self, texts: str, *, max_tokens: SupportsIndex | None = ..., sampler: Decoding = ..., seed: SupportsIndex = ...
     ) -> str: ...
 
     @overload
@@ -158,7 +152,7 @@ class TextModel:
         texts: Iterable[str],
         *,
         max_tokens: SupportsIndex | None = ...,
-        sampler: Sampler = ...,
+        sampler: Decoding = ...,
         seed: SupportsIndex = ...,
     ) -> list[str]: ...
 
@@ -167,7 +161,7 @@ class TextModel:
         texts: str | Iterable[str],
         *,
         max_tokens: SupportsIndex | None = None,
-        sampler: Sampler = Greedy(),  # noqa: B008 - frozen and without state
+        sampler: Decoding = Greedy(),  # noqa: B008 - frozen and without state
         seed: SupportsIndex = 0,
     ) -> str | list[str]:
         """The answer to one text, or the answers to several in the order given. Arguments are those of `generate`."""
@@ -180,7 +174,7 @@ class TextModel:
         texts: Iterable[str],
         *,
         max_tokens: SupportsIndex | None = None,
-        sampler: Sampler = Greedy(),  # noqa: B008 - frozen and without state
+        sampler: Decoding = Greedy(),  # noqa: B008 - frozen and without state
         seed: SupportsIndex = 0,
     ) -> list[Answer]:
         """Answers every text.
@@ -189,7 +183,7 @@ class TextModel:
             texts: any number of texts. An empty text is a source of nothing but the end token.
             max_tokens: the most tokens of an answer, end token included. None: 2·S + 32, S being the padded source,
                 or the model's limit where that is less.
-            sampler: picks the tokens.
+            sampler: picks the tokens; or a beam search, of which the best hypothesis is taken.
             seed: for a sampler that draws; each text's own random key comes from it and the text's place in `texts`.
 
         Returns:
@@ -198,6 +192,25 @@ class TextModel:
         Raises:
             ValueError: an argument is out of range, or a text is not a `str` or is longer than the model accepts; it
                 says which, before any text is answered.
+        """
+        answers = self.generate_n_best(texts, max_tokens=max_tokens, sampler=sampler, seed=seed)
+        return [best for best, *_ in answers]
+
+    def generate_n_best(
+        self,
+        texts: Iterable[str],
+        *,
+        max_tokens: SupportsIndex | None = None,
+        sampler: Decoding = BeamSearch(num_best=4),  # noqa: B008 - frozen and without state
+        seed: SupportsIndex = 0,
+    ) -> list[list[Answer]]:
+        """Answers every text several times.
+
+        Arguments and errors are those of `generate`.
+
+        Returns:
+            A list for each text, in order: of a beam search its `num_best` hypotheses, the best first, or all that it
+            found, if those are fewer; of a sampler one answer.
         """
         if isinstance(texts, str):
             raise ValueError(f"expected several texts, got one: {texts!r}; put it into a list")
@@ -208,13 +221,13 @@ class TextModel:
         if number is None or not 0 <= number <= _MAX_SEED:
             raise ValueError(f"expected a whole number from 0 to {_MAX_SEED} as seed, got {seed!r}")
         sources = self._encode(texts)
-        answers: list[Answer | None] = [None] * len(texts)
-        for indices, shape in self._batches([len(ids) for ids in sources], max_tokens):
+        answers: list[list[Answer]] = [[]] * len(texts)
+        for indices, shape in self._buckets.batches([len(ids) for ids in sources], max_tokens, _width(sampler)):
             limit = shape.capacity if max_tokens is None else max_tokens
-            generation = self._run(shape, [sources[i] for i in indices], indices, limit, sampler, number)
-            for i, answer in zip(indices, self._answers(generation, len(indices)), strict=True):
-                answers[i] = answer
-        return [answer for answer in answers if answer is not None]
+            made = self._run(shape, [sources[i] for i in indices], indices, limit, sampler, number)
+            for i, found in zip(indices, self._answers(made, len(indices)), strict=True):
+                answers[i] = found
+        return answers
 
     def warmup(
         self,
@@ -222,7 +235,7 @@ class TextModel:
         batch_sizes: Iterable[int] | None = None,
         source_lengths: Iterable[int] | None = None,
         max_tokens: SupportsIndex | None = None,
-        sampler: Sampler = Greedy(),  # noqa: B008 - frozen and without state
+        sampler: Decoding = Greedy(),  # noqa: B008 - frozen and without state
     ) -> int:
         """Compiles ahead, so that later requests within the arguments' bounds compile nothing.
 
@@ -245,20 +258,14 @@ class TextModel:
         config = self.config
         max_tokens = self._checked_max_tokens(max_tokens)
         sampler = _traceable(sampler)
-        sizes = [*range(1, self._max_batch + 1)] if batch_sizes is None else list(batch_sizes)
+        sizes = [*range(1, self._buckets.max_batch + 1)] if batch_sizes is None else list(batch_sizes)
         lengths = [*range(1, config.max_source_length + 1)] if source_lengths is None else list(source_lengths)
         if any(size < 1 for size in sizes):
             raise ValueError(f"expected batch sizes of at least 1, got {sizes}")
         if any(not 1 <= length <= config.max_source_length for length in lengths):
             raise ValueError(f"expected source lengths from 1 to {config.max_source_length}, got {lengths}")
-        shapes = {
-            _Shape(rows, length, capacity)
-            for length in {_source_bucket(length, config) for length in lengths}
-            for capacity in _capacities(length, max_tokens, config)
-            for size in sizes
-            for rows in map(_power_of_two, _cut(size, self._max_rows(length, capacity)))
-        }
-        for shape in sorted(shapes, key=dataclasses.astuple):
+        shapes = self._buckets.shapes(sizes, lengths, max_tokens, _width(sampler))
+        for shape in shapes:
             jax.block_until_ready(self._run(shape, [], [], 0, sampler, 0))
         return len(shapes)
 
@@ -309,25 +316,9 @@ class TextModel:
             )
         return sources
 
-    def _batches(self, lengths: Sequence[int], max_tokens: int | None) -> Iterator[tuple[list[int], _Shape]]:
-        """Groups texts of one length bucket, the longest first, so that they also end at about the same time."""
-        buckets: dict[int, list[int]] = {}
-        for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
-            buckets.setdefault(_source_bucket(lengths[i], self.config), []).append(i)
-        for source_length, members in buckets.items():
-            capacity = _capacity(source_length, max_tokens, self.config)
-            start = 0
-            for size in _cut(len(members), self._max_rows(source_length, capacity)):
-                yield members[start : start + size], _Shape(_power_of_two(size), source_length, capacity)
-                start += size
-
-    def _max_rows(self, source_length: int, capacity: int) -> int:
-        within = min(self._max_batch, self._max_batch_tokens // (source_length + capacity))
-        return 1 << (max(within, 1).bit_length() - 1)
-
     def _run(
-        self, shape: _Shape, sources: list[list[int]], indices: list[int], limit: int, sampler: Sampler, seed: int
-    ) -> Generation:
+        self, shape: Shape, sources: list[list[int]], indices: list[int], limit: int, sampler: Decoding, seed: int
+    ) -> "_Made":
         """Runs one batch; rows beyond the sources hold one padding token and generate nothing."""
         padded = np.full((shape.rows, shape.source_length), self.config.pad_id, np.int32)
         lengths = np.ones(shape.rows, np.int32)
@@ -341,15 +332,24 @@ class TextModel:
             self.model, self.params, padded, lengths, limits, places, np.uint32(seed), sampler, capacity=shape.capacity
         )
 
-    def _answers(self, generation: Generation, rows: int) -> list[Answer]:
-        tokens, lengths, scores, finished = jax.device_get(
-            (generation.tokens, generation.lengths, generation.scores, generation.finished)
-        )
-        ids = [tokens[row, : lengths[row] - finished[row]].tolist() for row in range(rows)]
-        return [
-            Answer(text, float(scores[row]), ids[row], bool(finished[row]))
-            for row, text in enumerate(self.target_tokenizer.decode_batch(ids))
-        ]
+    def _answers(self, made: "_Made", rows: int) -> list[list[Answer]]:
+        made = jax.device_get(made)
+        answers: list[list[Answer]] = [[] for _ in range(rows)]
+        for row, found in enumerate(answers):
+            there = np.flatnonzero(np.isfinite(made.log_probs[row]))
+            ids = [made.tokens[row, i, : made.lengths[row, i] - made.finished[row, i]].tolist() for i in there]
+            for i, tokens, text in zip(there, ids, self.target_tokenizer.decode_batch(ids), strict=True):
+                found.append(Answer(text, float(made.log_probs[row, i]), tokens, bool(made.finished[row, i])))
+        return answers
+
+
+class _Made(NamedTuple):
+    """The hypotheses of each row, the best first; what is missing has a log-probability of -inf."""
+
+    tokens: Int[Array, "B R T"]
+    lengths: Int[Array, "B R"]
+    log_probs: Float[Array, "B R"]
+    finished: Bool[Array, "B R"]
 
 
 @functools.partial(jax.jit, static_argnames=("model", "capacity"))
@@ -361,13 +361,21 @@ def _generate_rows(
     limits: Int[Array, "B"],
     places: Int[Array, "B"],
     seed: Array,
-    sampler: Sampler,
+    sampler: Decoding,
     *,
     capacity: int,
-) -> Generation:
-    """`generate` with a key for each row; one function for all models, so that equal ones share what is compiled."""
+) -> _Made:
+    """`generate` with a key for each row, or beam search.
+
+    One function for all models, so that equal ones share what is compiled.
+    """
+    if isinstance(sampler, BeamSearch):
+        best = generate_n_best(
+            model, params, source, source_lengths=source_lengths, max_tokens=limits, search=sampler, capacity=capacity
+        )
+        return _Made(best.tokens, best.lengths, best.log_probs, best.finished)
     keys = jax.vmap(jax.random.fold_in, in_axes=(None, 0))(jax.random.key(seed, impl="threefry2x32"), places)
-    return generate(
+    made = generate(
         model,
         params,
         source,
@@ -377,16 +385,26 @@ def _generate_rows(
         key=keys,
         capacity=capacity,
     )
+    return _Made(made.tokens[:, None], made.lengths[:, None], made.scores[:, None], made.finished[:, None])
 
 
-def _traceable(sampler: Sampler) -> Sampler:
+def _width(sampler: Decoding) -> int:
+    """Hypotheses that are followed at once for each text."""
+    return sampler.width if isinstance(sampler, BeamSearch) else 1
+
+
+def _traceable(sampler: Decoding) -> Decoding:
     """The checked sampler, each number as an array of one dtype: to jit, 1 and 1.0 are two kinds of argument."""
-    if not isinstance(sampler, Greedy | Sampling):
-        raise ValueError(f"expected a sampler, Greedy() or Sampling(…), got {sampler!r}")
-    if not isinstance(sampler, Sampling):
+    if not isinstance(sampler, Greedy | Sampling | BeamSearch):
+        raise ValueError(f"expected Greedy(), Sampling(…) or BeamSearch(…), got {sampler!r}")
+    if isinstance(sampler, Greedy):
         return sampler
-    if any(np.ndim(getattr(sampler, field.name)) for field in dataclasses.fields(Sampling)):
+    numbers = ("alpha",) if isinstance(sampler, BeamSearch) else [field.name for field in dataclasses.fields(Sampling)]
+    if any(np.ndim(getattr(sampler, name)) for name in numbers):
         raise ValueError(f"expected one number for all texts in each field of the sampler, got {sampler!r}")
+    if isinstance(sampler, BeamSearch):
+        sampler.check(batch=1)
+        return dataclasses.replace(sampler, alpha=jnp.float32(sampler.alpha))
     return sampler.as_arrays(batch=1)
 
 
@@ -398,36 +416,3 @@ def _whole_number(value: object) -> int | None:
         return operator.index(value)  # type: ignore[arg-type]
     except TypeError:
         return None
-
-
-def _power_of_two(number: int) -> int:
-    """The least power of two that is at least `number`."""
-    return 1 << (number - 1).bit_length()
-
-
-def _cut(number: int, most: int) -> list[int]:
-    """Sizes of the batches that so many texts are cut into."""
-    full, rest = divmod(number, most)
-    return [most] * full + [rest] * (rest > 0)
-
-
-def _source_bucket(length: int, config: ModelConfig) -> int:
-    """What a source of this length is padded to."""
-    return min(max(_power_of_two(length), _SHORTEST_SOURCE), config.max_source_length)
-
-
-def _capacity(source_length: int, max_tokens: int | None, config: ModelConfig) -> int:
-    """Target tokens, start token included, that the cache has room for beside a source padded to `source_length`."""
-    capacity = 2 * source_length + 32
-    if max_tokens is not None and max_tokens > capacity:
-        capacity = _power_of_two(max_tokens)
-    return min(capacity, config.max_target_length)
-
-
-def _capacities(source_length: int, max_tokens: int | None, config: ModelConfig) -> Iterator[int]:
-    """Every capacity that requests of up to `max_tokens` have."""
-    last, capacity = _capacity(source_length, max_tokens, config), _capacity(source_length, None, config)
-    while capacity < last:
-        yield capacity
-        capacity = _capacity(source_length, capacity + 1, config)
-    yield last

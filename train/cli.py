@@ -270,6 +270,7 @@ def _evaluate(arguments: list[str]) -> int:
         help="of loss, exact-match, wer, ter, bleu, chrf, rouge1, rouge2, rougeL (default: the run's own metric)",
     )  # fmt: skip
     parser.add_argument("--max-tokens", type=int, metavar="N", help="limit of generated tokens (default: the run's)")
+    _add_beams(parser)
     parser.add_argument("--source-field", metavar="KEY", help="JSONL key of the source (default: the run's)")
     parser.add_argument("--target-field", metavar="KEY", help="JSONL key of the target (default: the run's)")
     parser.add_argument("--json", action="store_true", help="the result as one JSON object")
@@ -285,7 +286,7 @@ def _generate(arguments: list[str]) -> int:
         "generate",
         description="Answers texts, one line a line, in their order; an empty line gets an empty line.\n\n"
         "Without texts and --input, standard input is read, and answered while it comes. Without sampling options\n"
-        "decoding is greedy: the likeliest token at each step.",
+        "decoding is greedy: the likeliest token at each step. With --beams it is beam search.",
     )
     parser.add_argument("run", type=Path, metavar="RUN", help="a run's folder (its best model is taken) or a model's")
     parser.add_argument("texts", nargs="*", default=[], metavar="TEXT")
@@ -296,6 +297,8 @@ def _generate(arguments: list[str]) -> int:
     parser.add_argument("--top-p", type=float, metavar="P", help="sample from the likeliest that together have P")
     parser.add_argument("--min-p", type=float, metavar="P", help="sample from tokens at least P times the likeliest")
     parser.add_argument("--seed", type=int, metavar="N", help="of sampling (default: 0)")
+    _add_beams(parser)
+    parser.add_argument("--n-best", type=int, metavar="N", help="N lines a line: the N best of --beams, best first")
     shown = parser.add_mutually_exclusive_group()
     shown.add_argument("--scores", action="store_true", help="a tab and the answer's log-probability behind each line")
     shown.add_argument("--table", action="store_true", help="text, answer and score as a table")
@@ -305,11 +308,23 @@ def _generate(arguments: list[str]) -> int:
         parser.error("expected texts or --input, not both")
     sampling = [parsed.temperature, parsed.top_k, parsed.top_p, parsed.min_p]
     if parsed.seed is not None and all(option is None for option in sampling):
-        parser.error("--seed without --temperature, --top-k, --top-p or --min-p: greedy decoding draws nothing")
+        parser.error("--seed without --temperature, --top-k, --top-p or --min-p: nothing is drawn")
+    if parsed.beams is not None and any(option is not None for option in sampling):
+        parser.error("expected --beams or sampling options, not both")
+    if parsed.n_best is not None and parsed.beams is None:
+        parser.error("--n-best without --beams: greedy decoding and sampling give one answer")
 
     from train import commands
 
     return commands.generate(parsed)
+
+
+def _add_beams(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--beams", type=int, metavar="W", help="beam search: follow the W likeliest hypotheses")
+    parser.add_argument(
+        "--alpha", type=float, default=0.6, metavar="A",
+        help="of beam search: ranks by log P / ((5 + length) / 6)^A (default: 0.6)",
+    )  # fmt: skip
 
 
 def _info(arguments: list[str]) -> int:

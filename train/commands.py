@@ -20,12 +20,13 @@ import rich.table
 
 from tfm.batch import make_batch
 from tfm.config import ModelConfig
-from tfm.decoding.sampling import Greedy, Sampler, Sampling
+from tfm.decoding.beam import BeamSearch
+from tfm.decoding.sampling import Greedy, Sampling
 from tfm.nn.cache import cache_bytes
 from tfm.nn.layers import compute_dtype, stream_dtype
 from tfm.nn.params import count_by_part, count_params, param_shapes
 from tfm.nn.transformer import build_model
-from tfm.pipeline import Answer, TextModel, load
+from tfm.pipeline import Answer, Decoding, TextModel, load
 from tfm.store import load_model
 from tfm.text_metrics import HIGHER_IS_BETTER, signature
 from train import loop, schema
@@ -142,7 +143,10 @@ def evaluate(arguments: argparse.Namespace) -> int:
         values |= loss
     generated = [metric for metric in metrics if metric != "loss"]
     if generated:
-        values |= evaluate_texts(model, examples, generated, max_tokens=max_tokens).metrics
+        sampler: Decoding = Greedy()
+        if arguments.beams is not None:
+            sampler = BeamSearch(width=arguments.beams, alpha=arguments.alpha)
+        values |= evaluate_texts(model, examples, generated, max_tokens=max_tokens, sampler=sampler).metrics
     signatures = {metric: text for metric in generated if (text := signature(metric, examples.references))}
     split = " ".join(arguments.split)
     if arguments.json:
@@ -192,7 +196,10 @@ def generate(arguments: argparse.Namespace) -> int:
     model = load(folder, dtype="auto" if config is None else config.dtype)
     options = {name: getattr(arguments, name) for name in ("temperature", "top_k", "top_p", "min_p")}
     options = {name: value for name, value in options.items() if value is not None}
-    sampler: Sampler = Sampling(**options) if options else Greedy()
+    num_best = 1 if arguments.n_best is None else arguments.n_best
+    sampler: Decoding = Sampling(**options) if options else Greedy()
+    if arguments.beams is not None:
+        sampler = BeamSearch(width=arguments.beams, num_best=num_best, alpha=arguments.alpha)
     if arguments.texts:
         name, groups = "argument", iter([(1, arguments.texts)])
     elif arguments.input is not None:
@@ -205,13 +212,15 @@ def generate(arguments: argparse.Namespace) -> int:
     answers = answer_lines(model, groups, name=name, max_tokens=arguments.max_tokens, sampler=sampler, seed=seed)
     if arguments.table:
         headings = ("word", "pronunciation") if config and config.data.task == "cmudict" else ("text", "answer")
-        _print_table([answer for group in answers for answer in group], headings)
+        _print_table([pair for group in answers for pair in group], headings)
         return 0
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(encoding="utf-8")
     for group in answers:
-        for text, answer in group:
-            print(_line(text, answer, scores=arguments.scores, as_json=arguments.json))
+        for text, found in group:
+            padded = [*found, *[None] * (num_best - len(found))]
+            for answer in padded:
+                print(_line(text, answer, scores=arguments.scores, as_json=arguments.json))
         sys.stdout.flush()
     return 0
 
@@ -226,10 +235,11 @@ def _line(text: str, answer: Answer | None, *, scores: bool, as_json: bool) -> s
     return f"{line}\t{answer.score:.4f}" if scores else line
 
 
-def _print_table(answers: Iterable[tuple[str, Answer | None]], headings: tuple[str, str]) -> None:
+def _print_table(answers: Iterable[tuple[str, list[Answer]]], headings: tuple[str, str]) -> None:
     table = rich.table.Table(*headings, rich.table.Column("score", justify="right"), box=rich.box.SIMPLE)
-    for text, answer in answers:
-        table.add_row(rich.text.Text(text), *(("", "") if answer is None else (answer.text, f"{answer.score:.2f}")))
+    for text, found in answers:
+        for shown in [(answer.text, f"{answer.score:.2f}") for answer in found] or [("", "")]:
+            table.add_row(*map(rich.text.Text, (text, *shown)))
     _Console(emoji=False).print(table)
 
 

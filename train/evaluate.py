@@ -8,7 +8,8 @@ from typing import Any
 import jax
 
 from tfm.batch import Batch
-from tfm.pipeline import TextModel
+from tfm.decoding.sampling import Greedy
+from tfm.pipeline import Decoding, TextModel
 from tfm.text_metrics import score_texts
 from train.loss import LossSums
 from train.tasks import Examples
@@ -71,8 +72,9 @@ def evaluate(
     max_tokens: int,
     max_examples: int | None = None,
     samples: int = 0,
+    sampler: Decoding = Greedy(),  # noqa: B008 - frozen and without state
 ) -> Evaluation:
-    """Generates greedily for each source, and scores the texts against all its references.
+    """Generates text for each source, and scores the texts against all its references.
 
     Args:
         model: generates.
@@ -81,6 +83,7 @@ def evaluate(
         max_tokens: limit of each text.
         max_examples: at most so many sources, spread evenly over `examples`. `None`: all.
         samples: so many of them are handed back beside their references, spread evenly again.
+        sampler: how it is generated; greedily, if nothing else is said.
 
     Raises:
         ValueError: there are no examples.
@@ -89,7 +92,7 @@ def evaluate(
         raise ValueError("expected held-out examples, got none")
     rows = _spread(len(examples), max_examples if metrics else samples)
     sources, references = [examples.sources[row] for row in rows], [examples.references[row] for row in rows]
-    hypotheses = [answer.text for answer in model.generate(sources, max_tokens=max_tokens)]
+    hypotheses = [answer.text for answer in model.generate(sources, max_tokens=max_tokens, sampler=sampler)]
     scores = score_texts(metrics, hypotheses, references) if metrics else {}
     shown = [Sample(sources[i], hypotheses[i], tuple(references[i])) for i in _spread(len(rows), samples)]
     return Evaluation(scores, tuple(shown), tuple(hypotheses))

@@ -8,8 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from tfm.decoding.sampling import Sampler
-from tfm.pipeline import Answer, TextModel
+from tfm.pipeline import Answer, Decoding, TextModel
 from train.reading import GZIP_MAGIC
 
 LINES_AT_ONCE = 64
@@ -61,10 +60,10 @@ def answer_lines(
     *,
     name: str,
     max_tokens: int | None,
-    sampler: Sampler,
+    sampler: Decoding,
     seed: int,
-) -> Iterator[list[tuple[str, Answer | None]]]:
-    """Answers group by group, in order; None for a blank line.
+) -> Iterator[list[tuple[str, list[Answer]]]]:
+    """Answers group by group, in order, the best answer to a line first; none to a blank line.
 
     What comes before a line that cannot be answered is still answered.
 
@@ -73,7 +72,7 @@ def answer_lines(
         groups: of `group_lines`, or texts.
         name: of a line, before its number in an error: "standard input, line".
         max_tokens: see `TextModel.generate`.
-        sampler: the same.
+        sampler: the same; a beam search gives its `num_best` answers.
         seed: the same; a line's key follows from the seed, its group's number and its place in the group.
 
     Raises:
@@ -83,9 +82,11 @@ def answer_lines(
         group_seed = seed if index == 0 else int(np.random.SeedSequence([seed, index]).generate_state(1)[0])
         texts, problem = _answerable(model, first, lines)
         asked = [i for i, text in enumerate(texts) if text.strip()]
-        given = model.generate([texts[i] for i in asked], max_tokens=max_tokens, sampler=sampler, seed=group_seed)
+        given = model.generate_n_best(
+            [texts[i] for i in asked], max_tokens=max_tokens, sampler=sampler, seed=group_seed
+        )
         answers = dict(zip(asked, given, strict=True))
-        yield [(text, answers.get(i)) for i, text in enumerate(texts)]
+        yield [(text, answers.get(i, [])) for i, text in enumerate(texts)]
         if problem is not None:
             raise ValueError(f"{name} {problem}")
 

@@ -1,0 +1,106 @@
+"""The few shapes that requests are run in: XLA compiles for shapes, so they must not be as many as requests.
+
+A source is padded to its bucket, a power of two from 16 up to the model's limit; sources of one bucket are batched, and
+the batch padded with empty rows to a power of two. The cache has room for 2·S + 32 target tokens, S being the padded
+source, and only a larger `max_tokens` asks for more, in powers of two.
+"""
+
+import dataclasses
+from collections.abc import Iterable, Iterator, Sequence
+
+from tfm.config import ModelConfig
+
+_SHORTEST_SOURCE = 16
+
+
+@dataclasses.dataclass(frozen=True, order=True)
+class Shape:
+    """What one compilation serves."""
+
+    rows: int
+    source_length: int
+    capacity: int
+    """Target tokens: those read, from the start token on, and those generated, to the last one, are as many."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Buckets:
+    """The shapes for one model.
+
+    Args:
+        config: its longest source and target limit them.
+        max_batch: the most rows of a batch, rounded down to a power of two.
+        max_batch_tokens: the most source and target tokens of a batch, padding and all hypotheses of a row counted; but
+            one row always is a batch.
+    """
+
+    config: ModelConfig
+    max_batch: int
+    max_batch_tokens: int
+
+    def batches(self, lengths: Sequence[int], max_tokens: int | None, width: int) -> Iterator[tuple[list[int], Shape]]:
+        """Groups sources of one bucket, the longest first, so that they also end at about the same time.
+
+        Args:
+            lengths: of the sources in tokens, end token included.
+            max_tokens: the most new tokens; None: as many as a bucket has room for.
+            width: hypotheses that are followed at once for each source.
+
+        Returns:
+            The indices of each batch's sources, and its shape.
+        """
+        buckets: dict[int, list[int]] = {}
+        for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+            buckets.setdefault(self._source_length(lengths[i]), []).append(i)
+        for source_length, members in buckets.items():
+            capacity = self._capacity(source_length, max_tokens)
+            start = 0
+            for size in _cut(len(members), self._most_rows(source_length, capacity, width)):
+                yield members[start : start + size], Shape(_power_of_two(size), source_length, capacity)
+                start += size
+
+    def shapes(self, sizes: Iterable[int], lengths: Iterable[int], max_tokens: int | None, width: int) -> list[Shape]:
+        """Every shape of requests for so many sources of one bucket, so long, with `max_tokens` or fewer."""
+        sizes = list(sizes)
+        shapes = {
+            Shape(_power_of_two(rows), source_length, capacity)
+            for source_length in {self._source_length(length) for length in lengths}
+            for capacity in self._capacities(source_length, max_tokens)
+            for size in sizes
+            for rows in _cut(size, self._most_rows(source_length, capacity, width))
+        }
+        return sorted(shapes)
+
+    def _source_length(self, length: int) -> int:
+        """What a source of this length is padded to."""
+        return min(max(_power_of_two(length), _SHORTEST_SOURCE), self.config.max_source_length)
+
+    def _capacity(self, source_length: int, max_tokens: int | None) -> int:
+        """Target tokens that the cache has room for beside a source padded to `source_length`."""
+        capacity = 2 * source_length + 32
+        if max_tokens is not None and max_tokens > capacity:
+            capacity = _power_of_two(max_tokens)
+        return min(capacity, self.config.max_target_length)
+
+    def _capacities(self, source_length: int, max_tokens: int | None) -> Iterator[int]:
+        """Every capacity that requests of up to `max_tokens` have."""
+        last, capacity = self._capacity(source_length, max_tokens), self._capacity(source_length, None)
+        while capacity < last:
+            yield capacity
+            capacity = self._capacity(source_length, capacity + 1)
+        yield last
+
+    def _most_rows(self, source_length: int, capacity: int, width: int) -> int:
+        within = min(self.max_batch, self.max_batch_tokens // (source_length + width * capacity))
+        return 1 << (max(within, 1).bit_length() - 1)
+
+
+def _power_of_two(number: int) -> int:
+    """The least power of two that is at least `number`."""
+    return 1 << (number - 1).bit_length()
+
+
+def _cut(number: int, most: int) -> list[int]:
+    """Sizes of the batches that so many sources are cut into."""
+    full, rest = divmod(number, most)
+    return [most] * full + [rest] * (rest > 0)
