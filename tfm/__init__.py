@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from tfm.decoding.generate import Generation, generate, generate_n_best
     from tfm.decoding.inference import decode_step, prefill
     from tfm.decoding.sampling import Greedy, Sampling
+    from tfm.decoding.score import Scores, score
     from tfm.nn.cache import Cache, cache_bytes
     from tfm.nn.params import count_params, init_params
     from tfm.nn.transformer import DecoderOnly, EncoderDecoder, build_model
@@ -28,6 +29,7 @@ _HOMES = {
     "tfm.decoding.generate": ("Generation", "generate", "generate_n_best"),
     "tfm.decoding.inference": ("decode_step", "prefill"),
     "tfm.decoding.sampling": ("Greedy", "Sampling"),
+    "tfm.decoding.score": ("Scores", "score"),
     "tfm.nn.cache": ("Cache", "cache_bytes"),
     "tfm.nn.params": ("count_params", "init_params"),
     "tfm.nn.transformer": ("DecoderOnly", "EncoderDecoder", "build_model"),
@@ -41,6 +43,7 @@ __all__ = [  # noqa: RUF022 - grouped by module, as above
     "Batch", "make_batch",
     "PRESETS", "ModelConfig", "preset",
     "BeamSearch", "NBest", "Generation", "generate", "generate_n_best", "decode_step", "prefill", "Greedy", "Sampling",
+    "Scores", "score",
     "Cache", "cache_bytes", "count_params", "init_params",
     "DecoderOnly", "EncoderDecoder", "build_model",
     "Answer", "TextModel", "load",

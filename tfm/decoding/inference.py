@@ -58,6 +58,8 @@ def complete_inputs(
     source_lengths: typing.Any,
     prompt: typing.Any,
     prompt_lengths: typing.Any,
+    *,
+    prompt_name: str = "prompt",
 ) -> tuple[Int[Array, "B S"], Int[Array, "B"], Int[Array, "B T"], Int[Array, "B"]]:
     """Source, its lengths, prompt, its lengths, checked and as arrays: what was left out is traced as what was given.
 
@@ -70,13 +72,13 @@ def complete_inputs(
         raise ValueError("expected at least 1 source, got 0")
     if prompt is None:
         prompt = np.full((batch, 1), model.config.start_id, np.int32)
-    prompt = _whole_numbers("prompt", "B, T", prompt)
+    prompt = _whole_numbers(prompt_name, "B, T", prompt)
     if prompt.shape[0] != batch:
-        raise ValueError(f"expected a prompt for each of {batch} sources, got {prompt.shape[0]}")
+        raise ValueError(f"expected a {prompt_name} for each of {batch} sources, got {prompt.shape[0]}")
     source_lengths = _lengths("source", source_lengths, source, least=0)
-    prompt_lengths = _lengths("prompt", prompt_lengths, prompt, least=1)
+    prompt_lengths = _lengths(prompt_name, prompt_lengths, prompt, least=1)
     _check_ids("source", source, source_lengths, model.config.source_vocab_size)
-    _check_ids("prompt", prompt, prompt_lengths, model.config.target_vocab_size)
+    _check_ids(prompt_name, prompt, prompt_lengths, model.config.target_vocab_size)
     return jnp.asarray(source), jnp.asarray(source_lengths), jnp.asarray(prompt), jnp.asarray(prompt_lengths)
 
 
