@@ -213,14 +213,18 @@ class FeedForward(nn.Module):
     def __call__(self, x: Float[Array, "*B D"]) -> Float[Array, "*B D"]:
         config = self.config
         linear = functools.partial(Linear, use_bias=config.use_bias, dtype=self.dtype)
-        activation = ACTIVATIONS[config.activation]
-        if config.gated:
-            hidden = activation(linear(config.feed_forward_dim, name="gate")(x))
-            hidden *= linear(config.feed_forward_dim, name="up")(x)
-        else:
-            hidden = activation(linear(config.feed_forward_dim, name="up")(x))
-        hidden = Dropout(config.feed_forward_dropout_rate)(hidden)
-        return linear(config.model_dim, name="down")(hidden)
+        up = linear(config.feed_forward_dim, name="up")(x)
+        gate = linear(config.feed_forward_dim, name="gate")(x) if config.gated else None
+
+        def activate_and_project(self: FeedForward, up: Array, gate: Array | None) -> Array:
+            activation = ACTIVATIONS[config.activation]
+            hidden = activation(up) if gate is None else activation(gate) * up
+            hidden = Dropout(config.feed_forward_dropout_rate)(hidden)
+            return linear(config.model_dim, name="down")(hidden)
+
+        # For the gradient, the hidden units are computed again rather than kept: they are the widest arrays of a layer,
+        # and cheap to make.
+        return nn.remat(activate_and_project)(self, up, gate)
 
 
 class Embedding(nn.Module):
