@@ -215,15 +215,28 @@ def test_alpha_may_differ_by_row_and_a_row_may_want_nothing():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"width": 0}, "expected a width of at least 1, got 0"),
+        ({"width": 0}, "expected a width from 1 to the vocabulary's 9, got 0"),
+        ({"width": 10}, "expected a width from 1 to the vocabulary's 9, got 10"),
+        ({"width": 2.5}, "expected a whole number as width, got 2.5"),
+        ({"num_best": True}, "expected a whole number as num_best, got True"),
+        ({"alpha": float("inf")}, "expected alpha from 0 to 10, got inf"),
+        ({"alpha": float("nan")}, "expected alpha from 0 to 10, got nan"),
+        ({"alpha": "x"}, "expected one number as alpha"),
         ({"width": 2, "num_best": 3}, "expected num_best from 1 to the width 2, got 3"),
         ({"num_best": 0}, "expected num_best from 1 to the width 4, got 0"),
         ({"stop": "soon"}, "expected a stop of first-finished, provably-best, all-finished, got 'soon'"),
         ({"length_penalty": "no"}, "expected a length_penalty of gnmt, power, got 'no'"),
-        ({"alpha": -0.1}, "expected alpha at least 0, got -0.1"),
-        ({"alpha": np.ones(2, np.float32)}, r"expected one alpha or 3, one a row, got an array of shape \(2,\)"),
+        ({"alpha": -0.1}, "expected alpha from 0 to 10, got -0.1"),
+        ({"alpha": np.ones(2, np.float32)}, r"expected one number as alpha or 3, .* got float32 of shape \(2,\)"),
     ],
 )
 def test_settings_that_cannot_be(changes, message):
     with pytest.raises(ValueError, match=message):
-        BeamSearch(**changes).check(3)
+        BeamSearch(**changes).check(3, vocab_size=9)
+
+
+@pytest.mark.parametrize(("alpha", "used"), [(np.nan, 0.0), (-1.0, 0.0), (1e9, 10.0)])
+def test_an_alpha_that_is_only_known_on_the_device_is_cut_to_its_range(alpha, used):
+    found, expected = (find(BeamSearch(width=3, num_best=3, alpha=a), random_table(5)) for a in (alpha, used))
+    assert found.tokens.tolist() == expected.tokens.tolist()
+    np.testing.assert_array_equal(found.scores, expected.scores)

@@ -56,6 +56,8 @@ def errors(capsys) -> str:
         (["generate", "run", "--seed", "3"], ["--seed", "--temperature"]),
         (["generate", "run", "--beams", "3", "--top-k", "2"], ["--beams", "not both"]),
         (["generate", "run", "--n-best", "3"], ["--n-best", "--beams"]),
+        (["generate", "run", "--alpha", "1"], ["--alpha", "--beams"]),
+        (["evaluate", "run", "--alpha", "1"], ["--alpha", "--beams"]),
         (["generate", "run", "text", "--input", "file"], ["not both"]),
         (["generate", "run", "--max-tokens", "x"], ["--max-tokens", "'x'"]),
         (["evaluate"], ["RUN"]),

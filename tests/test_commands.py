@@ -3,13 +3,16 @@
 import io
 import json
 import random
+import shutil
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 from streams import Blocks
 
 from tfm.nn.cache import cache_bytes
@@ -242,6 +245,57 @@ def test_beams_give_as_many_lines_a_line_as_are_asked_for(trained, capsys):
     assert "num_best from 1 to the width 2, got 3" in errors(capsys)
     beamed = result(capsys, ["evaluate", run, "--metrics", "ter", "--beams", "1", "--alpha", "0", "--json"])
     assert beamed["metrics"] == result(capsys, ["evaluate", run, "--metrics", "ter", "--json"])["metrics"]
+
+
+def test_a_search_that_cannot_be_is_refused_whatever_there_is_to_answer(trained, capsys, monkeypatch):
+    run = str(trained / "run")
+    capsys.readouterr()
+    for options, words in (
+        (["--beams", "0"], "a width from 1 to"),
+        (["--beams", "9999"], "a width from 1 to"),
+        (["--beams", "2", "--alpha", "inf"], "alpha from 0 to 10"),
+    ):
+        for command in (["generate", run, *options, " "], ["evaluate", run, "--metrics", "loss", *options]):
+            assert main(command) == 2
+            assert words in errors(capsys)
+    assert main(["evaluate", run, "--metrics", "loss", "--beams", "2"]) == 2
+    assert "got only the loss" in errors(capsys)
+    monkeypatch.setattr(sys, "stdin", None)
+    assert main(["generate", run]) == 2
+    assert "open standard input" in errors(capsys)
+
+
+def test_a_model_without_finite_scores_is_named_and_not_answered_with_nothing(trained, tmp_path, capsys):
+    shutil.copytree(trained / "run" / "best", tmp_path / "broken")
+    file = tmp_path / "broken" / "model.safetensors"
+    save_file({name: array * np.float32("nan") for name, array in load_file(file).items()}, file)
+    for options in ([], ["--beams", "2", "--json"]):
+        capsys.readouterr()
+        assert main(["generate", str(tmp_path / "broken"), *options, "", "abc"]) == 2
+        assert "argument 2: the model's answer has no finite probability" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("content", ["5", "null", "[" * 100_000])
+def test_a_config_that_is_none_is_one_error(tmp_path, capsys, content):
+    (tmp_path / "config.json").write_text(content)
+    for command in (["train", "--run"], ["info"], ["generate"], ["evaluate"]):
+        assert main([*command, str(tmp_path)]) == 2
+        assert "config.json" in errors(capsys)
+
+
+def test_info_passes_over_lines_of_the_record_that_are_none(trained, tmp_path, capsys):
+    shutil.copytree(trained / "run", tmp_path / "run")
+    with (tmp_path / "run" / "metrics.jsonl").open("a") as file:
+        file.write('5\n{"step": 3}\n{"split": "train"}\n{"st')
+    found, expected = (result(capsys, ["info", folder, "--json"]) for folder in (tmp_path / "run", trained / "run"))
+    assert found["metrics"] == expected["metrics"]
+
+
+def test_closed_output_ends_without_a_traceback(trained):
+    code = (
+        f"import sys; sys.stdout = None; from train.cli import main; sys.exit(main(['info', {str(trained / 'run')!r}]))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stderr == ""
 
 
 def test_sampling_follows_the_seed_and_not_the_way_in(trained, capsys, tmp_path, monkeypatch):

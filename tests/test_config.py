@@ -338,3 +338,10 @@ def test_a_recipe_may_begin_with_a_byte_order_mark_and_must_be_utf_8(tmp_path):
     (tmp_path / "mine.toml").write_bytes("# für\nsteps = 7\n".encode("latin-1"))
     with pytest.raises(ValueError, match=r"mine.toml: .*utf-8"):
         load_recipe(tmp_path / "mine.toml")
+
+
+@pytest.mark.parametrize("text", ["a = " + "[" * 5000, "[optimizer]\nlearning_rate = " + "9" * 400])
+def test_a_recipe_made_to_do_harm_is_one_error(tmp_path, text):
+    (tmp_path / "mine.toml").write_text(text)
+    with pytest.raises(ValueError, match=r"mine.toml"):
+        load_recipe(tmp_path / "mine.toml")

@@ -1,4 +1,5 @@
 import functools
+import inspect
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +13,7 @@ from tfm.decoding import generate as generate_module
 from tfm.decoding.beam import BeamSearch
 from tfm.decoding.generate import generate, generate_n_best
 from tfm.decoding.inference import decode_step, prefill
+from tfm.decoding.sampling import Greedy
 from tfm.nn.cache import reorder, widen
 
 B, S, P, W = 4, 5, 3, 3
@@ -174,9 +176,13 @@ def test_the_loop_holds_no_second_cache_beside_the_reordered_one():
 
 
 def test_what_cannot_be_is_refused():
-    with pytest.raises(ValueError, match=f"expected a width of at most the vocabulary's {V}, got {V + 1}"):
+    with pytest.raises(ValueError, match=f"expected a width from 1 to the vocabulary's {V}, got {V + 1}"):
         run(CONFIGS[0], search=BeamSearch(width=V + 1))
     with pytest.raises(ValueError, match="expected num_best from 1 to the width 2, got 3"):
         run(CONFIGS[0], search=BeamSearch(width=2, num_best=3))
+    with pytest.raises(ValueError, match=r"expected BeamSearch\(…\) as search, got Greedy"):
+        inspect.unwrap(generate_n_best)(
+            tiny_model(CONFIGS[0]), random_params(CONFIGS[0]), SOURCE, max_tokens=1, search=Greedy()
+        )
     with pytest.raises(ValueError, match=r"expected at most 8 new tokens \(the capacity 8, 1 of prompt"):
         run(CONFIGS[0], max_tokens=9)

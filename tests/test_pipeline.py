@@ -260,6 +260,15 @@ def test_the_best_hypotheses_of_a_text_are_those_that_it_has_alone(architecture)
     assert [len(answers) for answers in model.generate_n_best(texts[:2], max_tokens=8, sampler=Greedy())] == [1, 1]
 
 
+@pytest.mark.parametrize("sampler", [Greedy(), BeamSearch(width=2, num_best=2)], ids=["greedy", "beams"])
+def test_a_model_that_is_no_model_any_more_has_an_answer_with_a_score_that_says_so(sampler):
+    broken = make_model().replace_params(jax.tree.map(lambda leaf: leaf * jnp.nan, make_params()))
+    answers = broken.generate_n_best(["a", "b a"], max_tokens=3, sampler=sampler)
+    assert all(answers)
+    assert not any(math.isfinite(best.score) for best, *_ in answers)
+    assert [answer.text for answer in broken.generate(["a", "b a"], max_tokens=3, sampler=sampler)]
+
+
 def test_batches_stay_within_their_limits(shapes):
     make_model(max_batch=4)(["a"] * 11, max_tokens=1)
     assert shapes == [(4, 16, 64), (4, 16, 64), (4, 16, 64)]

@@ -209,14 +209,14 @@ class TextModel:
         Arguments and errors are those of `generate`.
 
         Returns:
-            A list for each text, in order: of a beam search its `num_best` hypotheses, the best first, or all that it
-            found, if those are fewer; of a sampler one answer.
+            A list for each text, in order, never empty: of a beam search its `num_best` hypotheses, the best first, or
+            all that it found, if those are fewer; of a sampler one answer.
         """
-        if isinstance(texts, str):
-            raise ValueError(f"expected several texts, got one: {texts!r}; put it into a list")
+        if isinstance(texts, str) or not isinstance(texts, Iterable):
+            raise ValueError(f"expected several texts, got {texts!r}; put one text into a list")
         texts = list(texts)
         max_tokens = self._checked_max_tokens(max_tokens)
-        sampler = _traceable(sampler)
+        sampler = _traceable(sampler, self.config.target_vocab_size)
         number = _whole_number(seed)
         if number is None or not 0 <= number <= _MAX_SEED:
             raise ValueError(f"expected a whole number from 0 to {_MAX_SEED} as seed, got {seed!r}")
@@ -257,7 +257,7 @@ class TextModel:
         """
         config = self.config
         max_tokens = self._checked_max_tokens(max_tokens)
-        sampler = _traceable(sampler)
+        sampler = _traceable(sampler, self.config.target_vocab_size)
         sizes = [*range(1, self._buckets.max_batch + 1)] if batch_sizes is None else list(batch_sizes)
         lengths = [*range(1, config.max_source_length + 1)] if source_lengths is None else list(source_lengths)
         if any(size < 1 for size in sizes):
@@ -336,7 +336,8 @@ class TextModel:
         made = jax.device_get(made)
         answers: list[list[Answer]] = [[] for _ in range(rows)]
         for row, found in enumerate(answers):
-            there = np.flatnonzero(np.isfinite(made.log_probs[row]))
+            there = np.flatnonzero(made.log_probs[row] != -np.inf)
+            there = there if len(there) else np.zeros(1, int)  # nothing was found: an empty answer of score -inf
             ids = [made.tokens[row, i, : made.lengths[row, i] - made.finished[row, i]].tolist() for i in there]
             for i, tokens, text in zip(there, ids, self.target_tokenizer.decode_batch(ids), strict=True):
                 found.append(Answer(text, float(made.log_probs[row, i]), tokens, bool(made.finished[row, i])))
@@ -393,7 +394,7 @@ def _width(sampler: Decoding) -> int:
     return sampler.width if isinstance(sampler, BeamSearch) else 1
 
 
-def _traceable(sampler: Decoding) -> Decoding:
+def _traceable(sampler: Decoding, vocab_size: int) -> Decoding:
     """The checked sampler, each number as an array of one dtype: to jit, 1 and 1.0 are two kinds of argument."""
     if not isinstance(sampler, Greedy | Sampling | BeamSearch):
         raise ValueError(f"expected Greedy(), Sampling(…) or BeamSearch(…), got {sampler!r}")
@@ -403,7 +404,7 @@ def _traceable(sampler: Decoding) -> Decoding:
     if any(np.ndim(getattr(sampler, name)) for name in numbers):
         raise ValueError(f"expected one number for all texts in each field of the sampler, got {sampler!r}")
     if isinstance(sampler, BeamSearch):
-        sampler.check(batch=1)
+        sampler.check(batch=1, vocab_size=vocab_size)
         return dataclasses.replace(sampler, alpha=jnp.float32(sampler.alpha))
     return sampler.as_arrays(batch=1)
 

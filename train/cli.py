@@ -49,6 +49,10 @@ class UsageError(ValueError):
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs `tfm` with these arguments (`None`: the process's own) and returns the exit status."""
     arguments = list(sys.argv[1:] if argv is None else argv)
+    # Whoever started this may have closed them; what is written then goes nowhere, rather than into another file.
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, Path(os.devnull).open("w"))  # noqa: SIM115 - for as long as the process lives
     try:
         status = _dispatch(arguments)
         sys.stdout.flush()
@@ -275,6 +279,7 @@ def _evaluate(arguments: list[str]) -> int:
     parser.add_argument("--target-field", metavar="KEY", help="JSONL key of the target (default: the run's)")
     parser.add_argument("--json", action="store_true", help="the result as one JSON object")
     parsed = parser.parse(arguments)
+    _check_beams(parser, parsed)
 
     from train import commands
 
@@ -311,6 +316,7 @@ def _generate(arguments: list[str]) -> int:
         parser.error("--seed without --temperature, --top-k, --top-p or --min-p: nothing is drawn")
     if parsed.beams is not None and any(option is not None for option in sampling):
         parser.error("expected --beams or sampling options, not both")
+    _check_beams(parser, parsed)
     if parsed.n_best is not None and parsed.beams is None:
         parser.error("--n-best without --beams: greedy decoding and sampling give one answer")
 
@@ -322,9 +328,14 @@ def _generate(arguments: list[str]) -> int:
 def _add_beams(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--beams", type=int, metavar="W", help="beam search: follow the W likeliest hypotheses")
     parser.add_argument(
-        "--alpha", type=float, default=0.6, metavar="A",
+        "--alpha", type=float, metavar="A",
         help="of beam search: ranks by log P / ((5 + length) / 6)^A (default: 0.6)",
     )  # fmt: skip
+
+
+def _check_beams(parser: _Parser, parsed: argparse.Namespace) -> None:
+    if parsed.alpha is not None and parsed.beams is None:
+        parser.error("--alpha without --beams: only beam search ranks hypotheses")
 
 
 def _info(arguments: list[str]) -> int:

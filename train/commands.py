@@ -127,6 +127,9 @@ def evaluate(arguments: argparse.Namespace) -> int:
     model = load(folder, dtype="auto" if config is None else config.dtype)
     the_runs = model.config.max_target_length if config is None else config.max_new_tokens
     max_tokens = the_runs if arguments.max_tokens is None else arguments.max_tokens
+    sampler: Decoding = Greedy() if arguments.beams is None else _beam_search(arguments, model)
+    if arguments.beams is not None and metrics == ["loss"]:
+        raise ValueError("expected a metric of generated text with --beams, got only the loss")
     total = len(examples)
     examples = answerable(examples, model.source_tokenizer, model.config.max_source_length)
     if not len(examples):
@@ -143,9 +146,6 @@ def evaluate(arguments: argparse.Namespace) -> int:
         values |= loss
     generated = [metric for metric in metrics if metric != "loss"]
     if generated:
-        sampler: Decoding = Greedy()
-        if arguments.beams is not None:
-            sampler = BeamSearch(width=arguments.beams, alpha=arguments.alpha)
         values |= evaluate_texts(model, examples, generated, max_tokens=max_tokens, sampler=sampler).metrics
     signatures = {metric: text for metric in generated if (text := signature(metric, examples.references))}
     split = " ".join(arguments.split)
@@ -165,6 +165,13 @@ def evaluate(arguments: argparse.Namespace) -> int:
     for name, value in values.items():
         print(f"  {name:<12} {value:8.4f}  {signatures.get(name, '')}".rstrip())
     return 0
+
+
+def _beam_search(arguments: argparse.Namespace, model: TextModel, num_best: int = 1) -> BeamSearch:
+    given = {} if arguments.alpha is None else {"alpha": arguments.alpha}
+    search = BeamSearch(width=arguments.beams, num_best=num_best, **given)
+    search.check(1, model.config.target_vocab_size)  # also where no text will come
+    return search
 
 
 def _read_split(split: Sequence[str], data: DataConfig, *, is_run: bool) -> Examples:
@@ -199,12 +206,14 @@ def generate(arguments: argparse.Namespace) -> int:
     num_best = 1 if arguments.n_best is None else arguments.n_best
     sampler: Decoding = Sampling(**options) if options else Greedy()
     if arguments.beams is not None:
-        sampler = BeamSearch(width=arguments.beams, num_best=num_best, alpha=arguments.alpha)
+        sampler = _beam_search(arguments, model, num_best)
     if arguments.texts:
         name, groups = "argument", iter([(1, arguments.texts)])
     elif arguments.input is not None:
         name, groups = f"{arguments.input}, line", file_lines(arguments.input)
     else:
+        if sys.stdin is None:
+            raise ValueError("expected texts, --input or an open standard input")
         # A line's random key follows from its place in its group: groups must not depend on when lines arrive.
         whole_groups = bool(options) and not sys.stdin.isatty()
         name, groups = "standard input, line", group_lines(sys.stdin.buffer, whole_groups=whole_groups)
@@ -227,7 +236,8 @@ def generate(arguments: argparse.Namespace) -> int:
 
 def _line(text: str, answer: Answer | None, *, scores: bool, as_json: bool) -> str:
     if as_json:
-        shown = {"text": "", "score": None, "finished": True} if answer is None else dataclasses.asdict(answer)
+        nothing = {"text": "", "score": None, "finished": not text.strip()}  # a blank line, or no such hypothesis
+        shown = nothing if answer is None else dataclasses.asdict(answer)
         return json.dumps({"source": text, **{name: shown[name] for name in ("text", "score", "finished")}})
     if answer is None:
         return ""
@@ -307,6 +317,8 @@ def _metrics_so_far(path: Path) -> dict[str, dict[str, Any]]:
         try:
             row = json.loads(line)
         except ValueError:  # being written just now
+            continue
+        if not isinstance(row, dict) or not {"split", "step"} <= row.keys():
             continue
         rows[row.pop("split")] = {key: value for key, value in row.items() if key != "samples"}
     return rows

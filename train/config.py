@@ -302,7 +302,13 @@ def to_json(config: TrainConfig) -> str:
 
 def from_json(text: str) -> TrainConfig:
     """The reverse of `to_json`, exact. Raises ValueError as `from_dict` does, and for what is not JSON."""
-    return from_dict(json.loads(text))
+    try:
+        values = json.loads(text)
+    except RecursionError as error:
+        raise ValueError("expected JSON of a few levels, got more than can be read") from error
+    if not isinstance(values, dict):
+        raise ConfigError([f"expected an object of settings, got {json.dumps(values)[:60]}"])
+    return from_dict(values)
 
 
 def recipe_names() -> list[str]:
@@ -334,7 +340,7 @@ def load_recipe(name_or_path: str | Path) -> TrainConfig:
         if problems := [from_tokenizers(key) for key in FROM_TOKENIZERS if key.removeprefix("model.") in given]:
             raise ConfigError(problems)
         return from_dict(values)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError([f"{name}: {error}"]) from error
 
 

@@ -204,7 +204,10 @@ def _type_words(annotation: Any) -> str:
 def _normal(annotation: Any, value: Any) -> Any:
     """`value` in the form that its field has: TOML and JSON write an array for a tuple, and perhaps 1 for 1.0."""
     if annotation is float and type(value) is int:
-        return float(value)
+        try:
+            return float(value)
+        except OverflowError:  # a whole number of hundreds of digits
+            return math.inf
     return tuple(value) if typing.get_origin(annotation) is tuple and isinstance(value, list) else value
 
 

@@ -1,6 +1,7 @@
 """Lines to answers while they come: what makes `tfm generate` a filter."""
 
 import gzip
+import math
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -76,7 +77,8 @@ def answer_lines(
         seed: the same; a line's key follows from the seed, its group's number and its place in the group.
 
     Raises:
-        ValueError: a line that is not UTF-8 or that has more tokens than the model accepts, by its number.
+        ValueError: a line that is not UTF-8, that has more tokens than the model accepts, or for which the model gives
+            no finite probability to anything, by its number.
     """
     for index, (first, lines) in enumerate(groups):
         group_seed = seed if index == 0 else int(np.random.SeedSequence([seed, index]).generate_state(1)[0])
@@ -86,6 +88,8 @@ def answer_lines(
             [texts[i] for i in asked], max_tokens=max_tokens, sampler=sampler, seed=group_seed
         )
         answers = dict(zip(asked, given, strict=True))
+        if broken := [i for i, (best, *_) in answers.items() if not math.isfinite(best.score)]:
+            texts, problem = texts[: broken[0]], f"{first + broken[0]}: the model's answer has no finite probability"
         yield [(text, answers.get(i, [])) for i, text in enumerate(texts)]
         if problem is not None:
             raise ValueError(f"{name} {problem}")

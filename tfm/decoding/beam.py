@@ -27,6 +27,9 @@ import numpy as np
 
 from tfm.axes import Array, Bool, Float, Int
 
+MAX_ALPHA = 10
+"""Beyond it only lengths count, and float32 does not hold the penalty of long ones."""
+
 LengthPenalty = Literal["gnmt", "power"]
 Stop = Literal["first-finished", "provably-best", "all-finished"]
 
@@ -41,30 +44,38 @@ class BeamSearch:
     num_best: int = flax.struct.field(pytree_node=False, default=1)
     """Hypotheses that are returned, at most W."""
     alpha: Float[Array, "*B"] | float = 0.6
-    """α of the length penalty, at least 0: one for all rows or one for each."""
+    """α of the length penalty, from 0 to 10: one for all rows or one for each."""
     length_penalty: LengthPenalty = flax.struct.field(pytree_node=False, default="gnmt")
     stop: Stop = flax.struct.field(pytree_node=False, default="provably-best")
 
-    def check(self, batch: int) -> None:
-        """Raises ValueError for a setting out of its range; an α that is only known later cannot be checked."""
-        if self.width < 1:
-            raise ValueError(f"expected a width of at least 1, got {self.width}")
+    def check(self, batch: int, vocab_size: int) -> None:
+        """Raises ValueError for a setting out of its range; an α that is only known later is cut to its range."""
+        for name in ("width", "num_best"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int):
+                raise ValueError(f"expected a whole number as {name}, got {value!r}")
+        if not 1 <= self.width <= vocab_size:
+            raise ValueError(f"expected a width from 1 to the vocabulary's {vocab_size}, got {self.width}")
         if not 1 <= self.num_best <= self.width:
             raise ValueError(f"expected num_best from 1 to the width {self.width}, got {self.num_best}")
         for name, options in (("length_penalty", LengthPenalty), ("stop", Stop)):
             if getattr(self, name) not in typing.get_args(options):
                 expected = ", ".join(typing.get_args(options))
                 raise ValueError(f"expected a {name} of {expected}, got {getattr(self, name)!r}")
-        if jnp.shape(self.alpha) not in ((), (batch,)):
-            raise ValueError(f"expected one alpha or {batch}, one a row, got an array of shape {jnp.shape(self.alpha)}")
-        if not isinstance(self.alpha, jax.core.Tracer) and not np.all(np.asarray(self.alpha) >= 0):
-            raise ValueError(f"expected alpha at least 0, got {self.alpha}")
+        alpha = self.alpha if isinstance(self.alpha, jax.Array) else np.asarray(self.alpha)
+        if alpha.dtype == bool or not jnp.issubdtype(alpha.dtype, jnp.number) or alpha.shape not in ((), (batch,)):
+            raise ValueError(
+                f"expected one number as alpha or {batch}, one a row, got {alpha.dtype} of shape {alpha.shape}"
+            )
+        if not isinstance(alpha, jax.core.Tracer) and not np.all((alpha >= 0) & (alpha <= MAX_ALPHA)):
+            raise ValueError(f"expected alpha from 0 to {MAX_ALPHA}, got {self.alpha}")
 
     def penalty(self, lengths: Int[Array, "*B"]) -> Float[Array, "_ 1"]:
         """lp(lengths): one length for all rows, or one for each."""
         n = jnp.asarray(lengths, jnp.float32)
         base = (5 + n) / 6 if self.length_penalty == "gnmt" else jnp.maximum(n, 1)
-        return (base**self.alpha).reshape(-1, 1)
+        alpha = jnp.clip(jnp.nan_to_num(jnp.asarray(self.alpha, jnp.float32)), 0, MAX_ALPHA)
+        return (base**alpha).reshape(-1, 1)
 
 
 @typing.no_type_check
@@ -118,7 +129,7 @@ def beam_search(
     At each step the 2·W likeliest continuations of a row are looked at: at most W of them end, so at least W go on.
 
     Args:
-        search: its settings, checked.
+        search: its settings, checked; the vocabulary has at least 2 tokens.
         logits: of the first token.
         state: W equal hypotheses a row, lying row after row.
         step: feeds one token to every hypothesis; gives the logits of the next one.
@@ -153,7 +164,7 @@ def beam_search(
         best_logits, best_tokens = jax.lax.top_k(logits, most)
         best_log_probs = best_logits - jax.nn.logsumexp(logits, axis=-1, keepdims=True)
         totals = (live.log_probs[..., None] + best_log_probs).reshape(batch, -1)
-        log_probs, chosen = jax.lax.top_k(totals, 2 * width)
+        log_probs, chosen = jax.lax.top_k(totals, min(2 * width, totals.shape[1]))
         parents = chosen // most
         tokens = best_tokens.reshape(batch, -1)[rows, chosen]
         ended = tokens == end_id

@@ -124,11 +124,9 @@ def generate_n_best(
     """
     inputs = complete_inputs(model, source, source_lengths, prompt, prompt_lengths)
     batch = inputs[0].shape[0]
-    search.check(batch)
-    if search.width > model.config.target_vocab_size:
-        raise ValueError(
-            f"expected a width of at most the vocabulary's {model.config.target_vocab_size}, got {search.width}"
-        )
+    if not isinstance(search, BeamSearch):
+        raise ValueError(f"expected BeamSearch(…) as search, got {search!r}")
+    search.check(batch, model.config.target_vocab_size)
     search = dataclasses.replace(search, alpha=jnp.asarray(search.alpha, jnp.float32))
     capacity, limits = _limits(max_tokens, batch, inputs[2].shape[1], model.config.max_target_length, capacity)
     return _generate_n_best(model, params, *inputs, search, limits, capacity=capacity)
@@ -159,7 +157,7 @@ def _generate_n_best(
         widen(cache, search.width),
         step=step,
         reorder=reorder,
-        limits=jnp.minimum(limits, num_new),
+        limits=jnp.clip(limits, 0, num_new),
         max_tokens=num_new,
         end_id=model.config.end_id,
         pad_id=model.config.pad_id,
