@@ -142,9 +142,10 @@ def by_hand(search, table, limit):
         ]
         followers = sorted(followers, key=lambda follower: -follower[0])[: 2 * search.width]
         live = []
-        for log_prob, tokens, prefix in followers:
+        for rank, (log_prob, tokens, prefix) in enumerate(followers):
             if tokens[-1] == END or len(tokens) == limit:
-                complete.append((log_prob / penalty(search, len(tokens)), tokens))
+                if rank < search.width:
+                    complete.append((log_prob / penalty(search, len(tokens)), tokens))
             else:
                 live.append((log_prob, tokens, prefix))
         live = live[: search.width]

@@ -17,6 +17,7 @@ from streams import Blocks
 
 from tfm.nn.cache import cache_bytes
 from train.cli import main
+from train.config import from_dict
 from train.streaming import LINES_AT_ONCE
 
 TFM = [sys.executable, "-m", "train.cli"]

@@ -457,7 +457,7 @@ def test_a_sampler_out_of_range(model):
 
 
 def test_one_text_where_several_are_expected(model):
-    with pytest.raises(ValueError, match="put it into a list"):
+    with pytest.raises(ValueError, match="put one text into a list"):
         model.generate("abc", sampler=Greedy())
 
 

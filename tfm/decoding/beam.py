@@ -126,7 +126,9 @@ def beam_search(
 ) -> NBest:
     """Follows the W likeliest hypotheses of every row.
 
-    At each step the 2·W likeliest continuations of a row are looked at: at most W of them end, so at least W go on.
+    At each step the 2·W likeliest continuations of a row are looked at. Those of the first W that are complete are kept
+    as such, as one that follows only one hypothesis would end where greedy decoding ends; the first W of all others go
+    on, and there are so many, for each hypothesis ends in one way only.
 
     Args:
         search: its settings, checked; the vocabulary has at least 2 tokens.
@@ -184,9 +186,8 @@ def beam_search(
             finished=ended,
         )
         is_complete = ended | (length >= limits)[:, None]
-        new = dataclasses.replace(
-            candidates, scores=jnp.where(is_complete & loop.going[:, None], candidates.scores, -jnp.inf)
-        )
+        counts = is_complete & loop.going[:, None] & (jnp.arange(tokens.shape[1]) < width)[None]
+        new = dataclasses.replace(candidates, scores=jnp.where(counts, candidates.scores, -jnp.inf))
         pool = jax.tree.map(lambda *both: jnp.concatenate(both, axis=1), loop.complete, new)
         complete = _take(pool, jax.lax.top_k(pool.scores, width)[1])
 

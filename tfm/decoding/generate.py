@@ -250,6 +250,8 @@ def _limits(
             f"got {max_tokens.dtype} of shape {max_tokens.shape}"
         )
     capacity = _capacity(max_tokens, prompt_length, most, capacity)
+    if isinstance(max_tokens, np.ndarray):  # NumPy converts without compiling
+        max_tokens = max_tokens.astype(np.int32)
     return capacity, jnp.broadcast_to(jnp.asarray(max_tokens, jnp.int32), (batch,))
 
 
