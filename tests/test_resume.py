@@ -75,6 +75,7 @@ def about(run_dir: Path) -> dict:
     newest = max((run_dir / "checkpoints").iterdir(), key=lambda path: int(path.name))
     about = json.loads((newest / "about" / "metadata").read_text())
     del about["progress"]["seconds"]
+    del about["run"]["config"]  # it names the data, which lies elsewhere for each run
     return about
 
 
