@@ -11,7 +11,6 @@ import argparse
 import contextlib
 import dataclasses
 import itertools
-import json
 import statistics
 import sys
 from collections.abc import Iterator, Sequence
@@ -19,7 +18,7 @@ from typing import Any
 
 from benchmarks.cases import CASES, TrainingCase
 from benchmarks.train import count, say
-from benchmarks.worker import Worker, WorkerError, available_cores, describe_machine, limit_threads, missing_modules
+from benchmarks.worker import Worker, available_cores, limit_threads, missing_modules, print_records
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,11 +124,10 @@ def tokens_per_second(setting: Setting, seconds: float) -> float:
 def ratio_records(
     arch: str, setting: Setting, seconds: dict[Contestant, list[tuple[float, float]]]
 ) -> Iterator[dict[str, Any]]:
-    """How many times as fast ours is as each other, by the medians of ratios within a round."""
+    """How many times as fast ours is as the peers, and as ours in the first dtype: medians of ratios within a round."""
     ours = [contestant for contestant in seconds if contestant.module == OURS]
-    for our, other in itertools.product(ours, seconds):
-        if other in ours[ours.index(our) :] if other in ours else False:
-            continue
+    peers = [contestant for contestant in seconds if contestant.module != OURS]
+    for our, other in [*itertools.product(ours, peers), *itertools.product(ours[1:], ours[:1])]:
         ratios = [theirs[0] / mine[0] for mine, theirs in zip(seconds[our], seconds[other], strict=True)]
         yield {
             "record": "ratio",
@@ -182,19 +180,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ValueError as error:
         parser.error(str(error))
 
-    print(json.dumps({"record": "machine", **describe_machine(threads)}), flush=True)
     settings = [Setting(*one) for one in itertools.product(options.rows, options.source, options.new, options.beams)]
-    try:
-        for arch in dict.fromkeys(options.arch):
-            for record in measure(
-                arch, CASES[arch], contestants, settings, peer_python=options.peer_python, threads=threads,
-                rounds=options.rounds,
-            ):  # fmt: skip
-                print(json.dumps(record), flush=True)
-    except WorkerError as error:
-        say(f"error: {error}")
-        return 1
-    return 0
+    records = (
+        measure(
+            arch, CASES[arch], contestants, settings, peer_python=options.peer_python, threads=threads,
+            rounds=options.rounds,
+        )
+        for arch in dict.fromkeys(options.arch)
+    )  # fmt: skip
+    return print_records(threads, itertools.chain.from_iterable(records))
 
 
 if __name__ == "__main__":

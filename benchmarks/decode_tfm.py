@@ -68,7 +68,7 @@ class Decoder:
             "step_flops": operations,
             "read_bytes_per_second": round(bandwidth),
             "matmul_flops_per_second": round(rate),
-            "floor_milliseconds": round(1e3 * max(num_bytes / bandwidth, operations / rate), 2),
+            "floor_milliseconds": round(1e3 * max(num_bytes / bandwidth, operations / rate), 6),
         }
 
 

@@ -10,7 +10,7 @@ ratios within a round are worth more than the rates. README.md says what the lin
 import argparse
 import contextlib
 import dataclasses
-import json
+import itertools
 import statistics
 import subprocess
 import sys
@@ -18,7 +18,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from benchmarks.cases import CASES, TrainingCase
-from benchmarks.worker import Worker, WorkerError, available_cores, describe_machine, limit_threads, missing_modules
+from benchmarks.worker import Worker, available_cores, limit_threads, missing_modules, print_records
 
 OURS = "benchmarks.train_tfm"
 MATMUL_SIZES = (2048, 3072, 4096)
@@ -199,19 +199,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ValueError as error:
         parser.error(str(error))
 
-    print(json.dumps({"record": "machine", **describe_machine(threads)}), flush=True)
-    try:
-        dtypes = resolve_dtypes(options.dtype)
-        for arch in dict.fromkeys(options.arch):
-            for record in measure(
-                arch, CASES[arch], dtypes, peer=options.peer, peer_python=options.peer_python, threads=threads,
-                rounds=options.rounds, steps=options.steps,
-            ):  # fmt: skip
-                print(json.dumps(record), flush=True)
-    except WorkerError as error:
-        say(f"error: {error}")
-        return 1
-    return 0
+    dtypes = resolve_dtypes(options.dtype)
+    records = (
+        measure(
+            arch, CASES[arch], dtypes, peer=options.peer, peer_python=options.peer_python, threads=threads,
+            rounds=options.rounds, steps=options.steps,
+        )
+        for arch in dict.fromkeys(options.arch)
+    )  # fmt: skip
+    return print_records(threads, itertools.chain.from_iterable(records))
 
 
 if __name__ == "__main__":

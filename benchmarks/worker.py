@@ -11,7 +11,7 @@ import platform
 import resource
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -157,6 +157,18 @@ def describe_machine(threads: int) -> dict[str, Any]:
         "load_average": [round(load, 2) for load in os.getloadavg()],
         "python": platform.python_version(),
     }
+
+
+def print_records(threads: int, records: Iterable[Mapping[str, Any]]) -> int:
+    """Prints what the machine is, then every record as it comes, as JSON lines; returns the exit status."""
+    print(json.dumps({"record": "machine", **describe_machine(threads)}), flush=True)
+    try:
+        for record in records:
+            print(json.dumps(record), flush=True)
+    except WorkerError as error:
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        return 1
+    return 0
 
 
 def missing_modules(python: str, names: Sequence[str]) -> list[str]:

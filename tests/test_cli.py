@@ -1,4 +1,4 @@
-"""The command line: what it understands, how it ends, and that its commands do what they say."""
+"""The command line: what it understands, and how a mistake ends."""
 
 import re
 import subprocess
@@ -6,24 +6,13 @@ import sys
 from typing import Literal, get_args, get_origin
 
 import pytest
+from command_line import errors
 
 from tfm.config import preset
 from train import schema
 from train.cli import apply_overrides, main
 from train.config import FROM_TOKENIZERS, TrainConfig, from_dict, load_recipe, to_dict
 from train.template import template
-
-TFM = [sys.executable, "-m", "train.cli"]
-
-
-def errors(capsys) -> str:
-    """The one line that a mistake gets, and nothing on standard output."""
-    out, err = capsys.readouterr()
-    assert out == ""
-    assert err.startswith("tfm: error: ")
-    assert err.count("\n") == 1
-    return err
-
 
 # --- understanding
 

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from command_line import TFM, errors
 from safetensors.numpy import load_file, save_file
 from streams import Blocks
 
@@ -19,18 +20,6 @@ from tfm.nn.cache import cache_bytes
 from train.cli import main
 from train.config import from_dict
 from train.streaming import LINES_AT_ONCE
-
-TFM = [sys.executable, "-m", "train.cli"]
-
-
-def errors(capsys) -> str:
-    """The one line that a mistake gets, and nothing on standard output."""
-    out, err = capsys.readouterr()
-    assert out == ""
-    assert err.startswith("tfm: error: ")
-    assert err.count("\n") == 1
-    return err
-
 
 # --- with a run
 

@@ -9,6 +9,7 @@ from tolerances import assert_close, assert_same_bits
 from tfm.config import ModelConfig
 from tfm.nn import layers
 from tfm.nn.layers import (
+    ACTIVATIONS,
     Dropout,
     Embedding,
     FeedForward,
@@ -18,7 +19,6 @@ from tfm.nn.layers import (
     dropout,
     normalize,
     project,
-    relu,
 )
 
 CONFIG = ModelConfig(model_dim=16, feed_forward_dim=24, num_heads=2)
@@ -178,7 +178,7 @@ def test_the_gradients_of_normalize_are_those_of_its_formula(lead, dtype, center
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_the_gradient_of_relu_is_0_up_to_0_and_1_from_there(dtype):
     x = jnp.array([-1.0, 0.0, 2.0], dtype)
-    y, pull = jax.vjp(relu, x)
+    y, pull = jax.vjp(ACTIVATIONS["relu"], x)
     (gradient,) = pull(jnp.ones_like(y))
     assert y.dtype == gradient.dtype == dtype
     assert (y.tolist(), gradient.tolist()) == ([0, 0, 2], [0, 0, 1])

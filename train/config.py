@@ -241,7 +241,10 @@ class TrainConfig(schema.Section, prefix=""):
                 f"{self.optimizer.schedule} schedule falls from there to the last step"
             )
         if not self.tokenizer.shared and self.model.architecture == "decoder-only":
-            yield "tokenizer.shared must be true for a decoder-only model, which has one vocabulary for both sides"
+            yield (
+                "tokenizer.shared must be true for model.architecture = 'decoder-only', which has one vocabulary for "
+                "both sides"
+            )
         elif not self.tokenizer.shared and self.model.shared_embeddings == "all":
             yield "tokenizer.shared must be true for model.shared_embeddings = 'all', one matrix for both sides"
 

@@ -21,26 +21,8 @@ from tfm.config import Activation, ModelConfig
 
 Dtype = typing.Literal["float32", "bfloat16"]
 
-
-@jax.custom_vjp
-def relu(x: Float[Array, "*B"]) -> Float[Array, "*B"]:
-    """max(x, 0). The gradient looks at the result, so that x itself can go.
-
-    In most cases the next layer keeps the result anyway. Not for bfloat16 products on a CPU, where it keeps a bfloat16
-    copy, and the result is then kept as well.
-    """
-    return jnp.maximum(x, 0)
-
-
-def _relu_fwd(x: Array) -> tuple[Array, Array]:
-    y = jnp.maximum(x, 0)
-    return y, y
-
-
-relu.defvjp(_relu_fwd, lambda y, gradient: (jnp.where(y > 0, gradient, 0),))
-
 ACTIVATIONS: dict[Activation, Callable[[Array], Array]] = {
-    "relu": relu,
+    "relu": jax.nn.relu,
     "gelu": functools.partial(jax.nn.gelu, approximate=True),
     "silu": jax.nn.silu,
 }
