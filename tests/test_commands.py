@@ -177,6 +177,7 @@ def test_blank_lines_of_a_split_are_counted_and_not_measured(trained, tmp_path, 
 def test_pairs_without_a_loss_are_reported(trained, tmp_path, capsys):
     (tmp_path / "test.tsv").write_text((trained / "test.tsv").read_text() + "abc\t" + "A " * 40 + "\n")
     split = ["evaluate", trained / "run", "--split", tmp_path / "test.tsv", "--metrics", "loss"]
+    assert "pairs" not in result(capsys, [*split[:-1], "ter", "--json"])
     pairs = result(capsys, [*split, "--json"])["pairs"]
     assert pairs == {"empty": 0, "too_long_source": 0, "too_long_target": 1, "kept": 20}
     assert "1 with too long a target" in "\n".join(answers(capsys, split))
@@ -215,6 +216,7 @@ def test_scores_json_and_table_show_the_same_answers(trained, capsys):
     assert [entry["text"] for entry in objects] == plain
     assert [entry["source"] for entry in objects] == ["abc", "", "bad"]
     assert f"{objects[0]['score']:.4f}" == scored[0].split("\t")[1]
+    assert [entry["rank"] for entry in objects] == [1, 1, 1]
     table = "\n".join(answers(capsys, ["generate", run, "--table", "abc", "bad"]))
     assert all(word in table for word in ("abc", "bad", "score", plain[0].split()[0] if plain[0] else ""))
 
@@ -226,6 +228,9 @@ def test_beams_give_as_many_lines_a_line_as_are_asked_for(trained, capsys):
     assert len(lines) == 6
     assert lines[2:4] == ["", ""]
     assert answers(capsys, ["generate", *search]) == lines[::2]
+    ranked = answers(capsys, ["generate", run, "--beams", "3", "--n_best=2", "--json", "abc", "--", "--n_best", "bad"])
+    ranks = [(entry["source"], entry["rank"]) for entry in map(json.loads, ranked)]
+    assert ranks == [(text, rank) for text in ("abc", "--n_best", "bad") for rank in (1, 2)]
     scores = [float(line.rpartition("\t")[2]) for line in lines if line]
     assert scores[0] >= scores[1]
     assert scores[2] >= scores[3]

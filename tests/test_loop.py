@@ -5,6 +5,7 @@ import io
 import json
 import math
 import os
+import re
 import shutil
 import signal
 from collections.abc import Iterator
@@ -136,7 +137,9 @@ def test_says_what_it_is_about_to_do_before_the_first_step(finished):
     assert first_row
     for expected in ("108 pairs, all kept", "padding", "11 of 11 sources", "9,952 parameters", compute_dtype("auto")):
         assert expected in before
+    assert re.findall(r"^compiling for batches of \d+ × \(\d+, \d+\): shape (\d) of 2$", text, re.M) == ["1", "2"]
     assert "compiled 2 times, for 2 shapes" in after
+    assert "all steps are done; best ter" in after
     assert "reference:" in after
 
 
@@ -286,7 +289,9 @@ def test_stops_when_the_metric_gets_no_better(tmp_path: Path):
     assert {path.name for path in (tmp_path / "run" / "checkpoints").iterdir()} == {"2", "6"}
     again, listener = run(config, tmp_path)
     assert (again.reason, again.step, again.steps_made) == ("patience", 6, 0)
-    assert "is complete (no better metric within validation.patience; best metric 0.0000 at step 2)" in listener.text
+    assert (
+        "is complete (no better metric within validation.patience; best exact-match 0.0000 at step 2)" in listener.text
+    )
     more, _ = run(dataclasses.replace(config, validation=dataclasses.replace(config.validation, patience=3)), tmp_path)
     assert (more.reason, more.step, more.steps_made) == ("patience", 8, 2)
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from train.config import OptimizerConfig
-from train.optimizer import decay_mask, make_optimizer, make_schedule
+from train.optimizer import decay_mask, make_optimizer, make_schedule, peak_learning_rate
 
 RULES = ("adamw", "adafactor", "lion", "sgd")
 SCHEDULES = ("inverse-sqrt", "cosine", "linear", "constant")
@@ -53,6 +53,15 @@ def test_schedules_at_the_first_step_the_peak_and_the_end(schedule):
     rates = [float(rate(step)) for step in range(40)]
     assert max(rates) == pytest.approx(2.0)
     assert all(late <= early for early, late in itertools.pairwise(rates[9:]))
+
+
+@given(st.sampled_from(SCHEDULES), st.integers(0, 40), st.integers(1, 60))
+def test_the_peak_is_the_highest_rate_of_the_run(schedule, warmup, steps):
+    if schedule in ("cosine", "linear") and warmup > steps:
+        return
+    config = OptimizerConfig(schedule=schedule, warmup_steps=warmup, learning_rate=0.3, final_share=0.1)
+    rates = make_schedule(config, steps)(np.arange(steps))
+    assert peak_learning_rate(config, steps) == pytest.approx(float(rates.max()), rel=1e-6)
 
 
 def test_inverse_square_root_is_equation_3_of_the_paper():

@@ -63,6 +63,13 @@ def test_held_out_pairs_of_which_none_fits_are_an_error(tmp_path: Path):
         prepare(tiny_config(tmp_path, data={"validation": (str(held_out),), "validation_share": 0.0}))
 
 
+def test_a_warmup_that_the_run_does_not_reach_the_end_of_is_told(tmp_path: Path):
+    settings = {"schedule": "inverse-sqrt", "learning_rate": 1e-2}
+    for warmup, told in ((10, False), (11, True)):
+        notes = prepare(tiny_config(tmp_path, steps=10, optimizer={**settings, "warmup_steps": warmup})).notes
+        assert any("comes to 9.09e-03 only, not to 1.00e-02: optimizer.warmup_steps (11)" in n for n in notes) == told
+
+
 @pytest.mark.parametrize("changes", [{"data": {"validation_share": 0.0}}, {"validation": {"every_steps": 0}}])
 def test_nothing_held_out_or_nothing_validated(tmp_path: Path, changes):
     prepared = prepare(tiny_config(tmp_path, **changes))

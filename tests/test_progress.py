@@ -149,6 +149,18 @@ def test_lines_where_there_is_no_terminal(tmp_path: Path):
     ]
 
 
+def test_long_samples_are_shown_shortened_and_recorded_whole(tmp_path: Path):
+    reporter, shown = text_reporter()
+    reporter.start(tmp_path, step=0, total_steps=10)
+    sample = {"source": "a" * 100, "hypothesis": "b" * 101, "references": ["c" * 1000, "d"]}
+    reporter.record(validation_row(4) | {"samples": [sample]})
+    reporter.close()
+    _, answer, reference = shown.getvalue().splitlines()
+    assert answer == f"    '{'a' * 100}' → '{'b' * 99}…'"
+    assert reference == f"        reference: '{'c' * 99}…' | 'd'"
+    assert rows_in(tmp_path)[0]["samples"] == [sample]
+
+
 def test_a_bar_on_a_terminal_that_leaves_the_cursor_alone(tmp_path: Path):
     reporter, shown = text_reporter(force_terminal=True, width=80)
     reporter.start(tmp_path, step=5, total_steps=100_000)

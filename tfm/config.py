@@ -42,9 +42,9 @@ class ModelConfig:
     num_heads: int = 8
     """Query heads [N]."""
     num_kv_heads: int | None = None
-    """Key/value heads [K]: `None` for N (multi-head), 1 for multi-query, a divisor of N for grouped-query attention."""
+    """Key/value heads [K]: 1 for multi-query, a divisor of N for grouped-query attention; `None`: N (multi-head)."""
     head_dim: int | None = None
-    """Width of one head [H]: `None` for D / N."""
+    """Width of one head [H]; `None`: D / N."""
     encoder_layers: int = 6
     """Layers of the encoder; a decoder-only model has none, whatever stands here."""
     decoder_layers: int = 6

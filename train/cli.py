@@ -112,8 +112,20 @@ class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         raise UsageError(f"{message}; see {self.prog} --help")
 
+    def hyphenated(self, arguments: list[str]) -> list[str]:
+        """With this parser's options as it has them: `--max_tokens` is `--max-tokens`, as settings are spelt."""
+        known = {option.replace("_", "-") for action in self._actions for option in action.option_strings}
+
+        def spelt(word: str) -> str:
+            name, equals, value = word.partition("=")
+            hyphenated = name.replace("_", "-")
+            return hyphenated + equals + value if name.startswith("--") and hyphenated in known else word
+
+        end = arguments.index("--") if "--" in arguments else len(arguments)
+        return [spelt(word) for word in arguments[:end]] + arguments[end:]
+
     def parse(self, arguments: list[str]) -> argparse.Namespace:
-        parsed, unknown = self.parse_known_intermixed_args(arguments)
+        parsed, unknown = self.parse_known_intermixed_args(self.hyphenated(arguments))
         if unknown:
             options = [option for action in self._actions for option in action.option_strings]
             given = unknown[0].partition("=")[0]
@@ -139,7 +151,7 @@ def _train(arguments: list[str]) -> int:
     parser.add_argument("--run", type=Path, metavar="DIR", help="the run's folder (default: runs/NAME-OF-RECIPE)")
     parser.add_argument("--dry-run", action="store_true", help="read, tokenize, say shapes and memory; train nothing")
     parser.add_argument("--json", action="store_true", help="the result as one JSON object")
-    parsed, overrides = parser.parse_known_args(arguments)
+    parsed, overrides = parser.parse_known_args(parser.hyphenated(arguments))
     recipe = overrides.pop(0) if overrides and not overrides[0].startswith("-") else None
     if parsed.help and recipe is None:
         parser.print_help()

@@ -34,7 +34,7 @@ from train.config import BatchConfig, DataConfig, TrainConfig, from_json
 from train.data import LengthReport, answerable, encode_examples, eval_batches, load_splits, read_examples
 from train.evaluate import evaluate as evaluate_texts
 from train.evaluate import held_out_loss
-from train.optimizer import make_optimizer
+from train.optimizer import make_optimizer, peak_learning_rate
 from train.prepare import prepare
 from train.progress import Reporter
 from train.run_folder import RunFolder
@@ -104,7 +104,11 @@ def dry_run(config: TrainConfig, *, as_json: bool) -> int:
     for note in prepared.notes:
         print(note)
     epochs = config.steps / prepared.train.batches_per_epoch
-    print(f"{config.steps:,} steps: {epochs:,.1f} epochs of {prepared.train.batches_per_epoch:,} batches")
+    rate = peak_learning_rate(config.optimizer, config.steps)
+    print(
+        f"{config.steps:,} steps: {epochs:,.1f} epochs of {prepared.train.batches_per_epoch:,} batches; "
+        f"learning rate up to {rate:.2e}"
+    )
     _print_parameters(count_by_part(state.params))
     named = " + ".join(f"{name} {_mebibytes(size)}" for name, size in memory.items() if size is not None)
     total = _mebibytes(sum(size or 0 for size in memory.values()))
@@ -154,7 +158,7 @@ def evaluate(arguments: argparse.Namespace) -> int:
             {
                 "model": str(folder), "split": split, "sources": len(examples), "left_out": left_out,
                 "metrics": values, "signatures": signatures,
-                "pairs": None if pairs is None else dataclasses.asdict(pairs),
+                **({} if pairs is None else {"pairs": dataclasses.asdict(pairs)}),
             }
         )  # fmt: skip
         return 0
@@ -228,17 +232,17 @@ def generate(arguments: argparse.Namespace) -> int:
     for group in answers:
         for text, found in group:
             padded = [*found, *[None] * (num_best - len(found))]
-            for answer in padded:
-                print(_line(text, answer, scores=arguments.scores, as_json=arguments.json))
+            for rank, answer in enumerate(padded, 1):
+                print(_line(text, rank, answer, scores=arguments.scores, as_json=arguments.json))
         sys.stdout.flush()
     return 0
 
 
-def _line(text: str, answer: Answer | None, *, scores: bool, as_json: bool) -> str:
+def _line(text: str, rank: int, answer: Answer | None, *, scores: bool, as_json: bool) -> str:
     if as_json:
         nothing = {"text": "", "score": None, "finished": not text.strip()}  # a blank line, or no such hypothesis
         shown = nothing if answer is None else dataclasses.asdict(answer)
-        return json.dumps({"source": text, **{name: shown[name] for name in ("text", "score", "finished")}})
+        return json.dumps({"source": text, "rank": rank, **{key: shown[key] for key in ("text", "score", "finished")}})
     if answer is None:
         return ""
     line = " ".join(answer.text.split("\n"))

@@ -18,6 +18,7 @@ from typing import Any, Literal, Protocol, runtime_checkable
 
 import jax
 
+from tfm.batch import Batch
 from tfm.nn.layers import compute_dtype
 from tfm.nn.params import count_params
 from tfm.nn.transformer import build_model
@@ -119,7 +120,9 @@ def train(config: TrainConfig, run_dir: str | Path, *, reporter: Reports) -> Out
             _check_changes(folder, config)
             checkpoints = open_checkpoints(tokenizers)
             if (outcome := _complete(config, checkpoints)) is not None:
-                reporter.message(f"the run in {folder.path} is complete ({_words(outcome)}): nothing to do")
+                reporter.message(
+                    f"the run in {folder.path} is complete ({_words(outcome, config.validation.metric)}): nothing to do"
+                )
                 return outcome
             session = _Session(prepare(config, tokenizers), folder, checkpoints, reporter, signals)
             session.restore()
@@ -139,7 +142,8 @@ def _check_changes(folder: RunFolder, config: TrainConfig) -> None:
     if refused:
         raise ValueError(
             f"the run in {folder.path} was begun with other settings: {'; '.join(refused)}. Give another folder for a "
-            f"new run, or go on with the settings it has; only {', '.join(sorted(RESUME_MAY_CHANGE))} may change"
+            f"new run, or go on with the settings it has: tfm train --run {shlex.quote(str(folder.path))}. Only "
+            f"{', '.join(sorted(RESUME_MAY_CHANGE))} may change"
         )
 
 
@@ -170,6 +174,7 @@ class _Session:
         self._clock = Clock()
         self._compilations = Compilations()
         self._saved_step = 0
+        self._shapes_met: set[tuple[int, ...]] = set()
         self._batches = prepared.train.iterator()
 
     def restore(self) -> None:
@@ -191,9 +196,9 @@ class _Session:
 
     def run(self) -> Outcome:
         """Trains until there is a reason to stop."""
-        first_step = self._step
+        config, first_step = self._config, self._step
         self._introduce()
-        self._reporter.start(self._folder.path, step=self._step, total_steps=self._config.steps)
+        self._reporter.start(self._folder.path, step=self._step, total_steps=config.steps)
         try:
             with self._signals.deferred(), self._compilations:
                 reason = self._loop()
@@ -208,12 +213,11 @@ class _Session:
             steps_made=self._step - first_step,
             compilations=self._compilations.count,
         )
-        shapes = len(self._prepared.train.shapes)
         self._reporter.message(
-            f"stopped at step {self._step:,}: {_words(outcome)}. The training step was compiled "
-            f"{outcome.compilations} times, for {shapes} shapes"
+            f"stopped at step {self._step:,}: {_words(outcome, config.validation.metric)}. The training step was "
+            f"compiled {_times(outcome.compilations)}, for {_counted(len(self._shapes_met), 'shape')} of batches"
         )
-        if outcome.compilations > shapes:
+        if outcome.compilations > len(self._shapes_met):
             self._reporter.warn("the training step was compiled more than once for a shape, which only takes time")
         if outcome.exit_status:
             self._reporter.message(f"saved; to go on: tfm train --run {shlex.quote(str(self._folder.path))}")
@@ -244,6 +248,7 @@ class _Session:
                     self._save()
                 return reason
             batch = next(self._batches)
+            self._meet(batch)
             begun, compilations = time.monotonic(), self._compilations.count
             with self._compilations.counted():
                 self._state, metrics = self._train_step(self._state, batch)
@@ -265,6 +270,17 @@ class _Session:
                 self._save()
             if stop is not None:
                 return stop
+
+    def _meet(self, batch: Batch) -> None:
+        """Says that a shape is compiled, which takes a while, when its first batch comes."""
+        shape = (*batch.source.shape, batch.target_in.shape[1])
+        if shape not in self._shapes_met:
+            self._shapes_met.add(shape)
+            rows, source, target = shape
+            self._reporter.message(
+                f"compiling for batches of {rows} × ({source}, {target}): shape {len(self._shapes_met)} of "
+                f"{len(self._prepared.train.shapes)}"
+            )
 
     def _read(self, in_flight: collections.deque[Made], *, keep: int) -> None:
         """Waits for the oldest steps, until `keep` are left that the device may still be at."""
@@ -377,7 +393,7 @@ def _outcome(reason: Reason, step: int, progress: Progress, *, steps_made: int =
     )
 
 
-def _words(outcome: Outcome) -> str:
+def _words(outcome: Outcome, metric: str) -> str:
     why = {
         "steps": "all steps are done",
         "patience": "no better metric within validation.patience",
@@ -385,4 +401,12 @@ def _words(outcome: Outcome) -> str:
         "terminated": "terminated",
     }[outcome.reason]
     best = outcome.best_step
-    return why if best is None else f"{why}; best metric {outcome.best_metric:.4f} at step {best:,}"
+    return why if best is None else f"{why}; best {metric} {outcome.best_metric:.4f} at step {best:,}"
+
+
+def _counted(count: int, noun: str) -> str:
+    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
+
+
+def _times(count: int) -> str:
+    return "once" if count == 1 else f"{count:,} times"

@@ -70,6 +70,12 @@ def make_schedule(config: OptimizerConfig, total_steps: int) -> Schedule:
     return schedule
 
 
+def peak_learning_rate(config: OptimizerConfig, total_steps: int) -> float:
+    """The highest rate that a run of so many steps comes to: less than asked for where its warmup is longer."""
+    schedule = make_schedule(config, total_steps)
+    return float(schedule(min(max(config.warmup_steps, 1), total_steps) - 1))
+
+
 def make_optimizer(config: OptimizerConfig, total_steps: int) -> optax.GradientTransformationExtraArgs:
     """The chain described at the top of this module.
 

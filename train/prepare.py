@@ -14,6 +14,7 @@ from train.data import (
     load_splits,
     train_batches,
 )
+from train.optimizer import peak_learning_rate
 from train.tasks import Examples
 
 
@@ -63,6 +64,12 @@ def prepare(config: TrainConfig, tokenizers: tuple[Tokenizer, Tokenizer] | None 
         notes.append(f"validation: {report}; {len(examples):,} of {len(splits.validation):,} sources to answer")
     elif config.validation.every_steps:
         notes.append("validation: no held-out pairs, so nothing is validated; see data.validation_share")
+    if config.optimizer.warmup_steps > config.steps:
+        peak = peak_learning_rate(config.optimizer, config.steps)
+        notes.append(
+            f"the learning rate comes to {peak:.2e} only, not to {config.optimizer.learning_rate:.2e}: "
+            f"optimizer.warmup_steps ({config.optimizer.warmup_steps:,}) is more than steps ({config.steps:,})"
+        )
     return Prepared(config, source, target, batches, validation, examples, tuple(notes))
 
 

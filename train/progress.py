@@ -23,7 +23,8 @@ from train.run_folder import write_atomically
 
 Row = Mapping[str, Any]
 """One line of `metrics.jsonl`: `step`, `split` ("train" or "validation"), `seconds` of training so far, and numbers by
-name. A validation row may have `samples`, each with `source`, `hypothesis` and `references`."""
+name. What compiling, validating and saving took is not among the seconds. A validation row may have `samples`, each
+with `source`, `hypothesis` and `references`."""
 
 _SHOWN = {
     "loss": "loss {:.4f}",
@@ -34,6 +35,8 @@ _SHOWN = {
 }
 _SHOWN_IN_BAR = {"loss": "loss {:.3f}", "tokens_per_second": "{:,.0f} tokens/s", "padding_share": "padding {:.0%}"}
 """Fewer and shorter, so that step, bar and time left have room in 80 columns."""
+_SAMPLE_WIDTH = 100
+"""Characters of a sample's text that are shown."""
 _NOT_METRICS = ("step", "split", "seconds", "samples")
 
 
@@ -132,8 +135,8 @@ class Reporter:
             return [] if self._bar is not None else [" · ".join([place, *_numbers(row), *left])]
         lines = [" · ".join([place, row["split"], *_numbers(row)])]
         for sample in row.get("samples", ()):
-            lines.append(f"    {sample['source']!r} → {sample['hypothesis']!r}")
-            lines.append(f"        reference: {' | '.join(map(repr, sample['references']))}")
+            lines.append(f"    {_short(sample['source'])} → {_short(sample['hypothesis'])}")
+            lines.append(f"        reference: {' | '.join(map(_short, sample['references']))}")
         return lines
 
     def _time_left(self, step: int) -> list[str]:
@@ -192,6 +195,11 @@ def cut_back(path: Path, step: int) -> list[dict[str, Any]]:
     if len(kept) < len(lines):
         write_atomically(path, b"".join(line for line, _ in kept))
     return [row for _, row in kept]
+
+
+def _short(text: str) -> str:
+    """A sample's text in a line of the console; the record has all of it."""
+    return repr(text if len(text) <= _SAMPLE_WIDTH else text[: _SAMPLE_WIDTH - 1] + "…")
 
 
 def _formatted(row: Row, forms: Mapping[str, str]) -> list[str]:

@@ -35,8 +35,8 @@ def _settings(section: Any, prefix: str) -> Iterator[str]:
         value = getattr(section, field.name)
         if dataclasses.is_dataclass(value) or prefix + field.name in FROM_TOKENIZERS:
             continue
-        yield from _comment(docs[field.name], field.type)
         # TOML has no null: a size that follows from others is shown, not set.
+        yield from _comment(docs[field.name].replace("`None`:", "left out:"), field.type)
         yield f"# {field.name} =" if value is None else f"{field.name} = {_toml(value)}"
 
 
