@@ -147,7 +147,11 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--arch", nargs="+", choices=CASES, default=["base", "small"], help="default: base small")
     parser.add_argument(
-        "--dtype", nargs="+", choices=["float32", "bfloat16"], default=["float32", "bfloat16"], help="ours"
+        "--dtype",
+        nargs="+",
+        choices=["float32", "bfloat16", "int8"],
+        default=["float32", "bfloat16", "int8"],
+        help="ours",
     )
     parser.add_argument("--rows", nargs="+", type=count, default=[1, 8, 32, 64], help="default: 1 8 32 64")
     parser.add_argument("--source", nargs="+", type=count, default=[32], help="source tokens; default: 32")

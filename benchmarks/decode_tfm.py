@@ -13,18 +13,18 @@ from benchmarks.train_tfm import model_config, peak_memory
 from benchmarks.worker import Handlers, serve
 from tfm.decoding.beam import BeamSearch
 from tfm.decoding.generate import generate, generate_n_best
-from tfm.nn.params import init_params
+from tfm.nn.params import Weights, init_params, prepare_for_inference
 from tfm.nn.transformer import build_model
 
 
 class Decoder:
     """A model with random weights, warm for what it has done before."""
 
-    def __init__(self, case: TrainingCase, dtype: str):
+    def __init__(self, case: TrainingCase, weights: Weights):
         self.config = model_config(case)
-        self.dtype = dtype
-        self.model = build_model(self.config, dtype=dtype)
-        self.params = init_params(self.model, jax.random.key(0))
+        self.weights: Weights = weights
+        self.model = build_model(self.config, dtype="auto" if weights == "int8" else weights)
+        self.params = prepare_for_inference(init_params(self.model, jax.random.key(0)), weights)
 
     def warm_up(self, **setting: int) -> dict[str, Any]:
         self.run(**setting)
@@ -60,9 +60,9 @@ class Decoder:
         """What a step takes at least: the bytes it must read, or its multiplications, whichever takes longer."""
         num_bytes, operations = flops.decode_step_cost(
             self.config, rows=rows, beams=beams, source_tokens=source_tokens, position=new_tokens // 2,
-            weight_bytes=2 if self.dtype == "bfloat16" else 4,
+            weight_bytes={"float32": 4, "bfloat16": 2, "int8": 1}[self.weights],
         )  # fmt: skip
-        bandwidth, rate = machine.read_bandwidth(), machine.matmul_rate(self.dtype)
+        bandwidth, rate = machine.read_bandwidth(), machine.matmul_rate(self.weights)
         return {
             "step_bytes": num_bytes,
             "step_flops": operations,

@@ -32,7 +32,8 @@ def matmul_rate(dtype: str, sizes: Sequence[int] = MATMUL_SIZES, *, repeats: int
         sizes: rows and columns; the best size counts.
         repeats: timings of each size; the best counts.
     """
-    product = jax.jit(lambda a, b: jnp.matmul(a, b, preferred_element_type=jnp.float32))
+    accumulator = jnp.int32 if dtype == "int8" else jnp.float32
+    product = jax.jit(lambda a, b: jnp.matmul(a, b, preferred_element_type=accumulator))
     best = 0.0
     for size in sizes:
         a, b = (jax.random.normal(jax.random.key(seed), (size, size)).astype(dtype) for seed in (0, 1))

@@ -9,7 +9,16 @@ from hypothesis import strategies as st
 from tolerances import assert_same_bits
 
 from tfm.config import ModelConfig
-from tfm.nn.cache import KeysValues, cache_bytes, init_cache, reorder, write
+from tfm.nn.cache import (
+    KeysValues,
+    LayerCache,
+    cache_bytes,
+    init_cache,
+    own_from_now_on,
+    reorder,
+    widen,
+    write,
+)  # fmt: skip
 
 B, S, C = 3, 5, 7
 CONFIG = ModelConfig(
@@ -42,14 +51,14 @@ def test_cache_bytes_are_those_of_the_arrays_and_of_the_formula(name, dtype):
 
 def test_all_beams_of_a_row_share_its_source():
     one, four = (cache_bytes(CONFIG, batch=B, source_length=S, capacity=C, beams=beams) for beams in (1, 4))
-    assert four - one == 3 * B * (2 * C * 2 * 4 * 3 * 4 + 4)  # three more target sides, and lengths, a row
+    assert four - one == 3 * B * 2 * C * 2 * 4 * 3 * 4 + B * 4 * C * 4  # three more target sides a row, and ancestors
 
 
 def test_without_an_encoder_each_beam_has_a_source_of_its_own():
     config = CONFIGS["decoder-only"]
     one, four = (cache_bytes(config, batch=B, source_length=S, capacity=C, beams=beams) for beams in (1, 4))
     lengths = 2 * B * 4
-    assert four - lengths - 3 * B * 4 == 4 * (one - lengths)
+    assert four - lengths - B * 4 * (C + S) * 4 == 4 * (one - lengths)
 
 
 def test_a_decoder_only_cache_is_the_textbooks_size():
@@ -121,21 +130,39 @@ def test_a_donated_write_copies_nothing():
 
 
 @pytest.mark.parametrize("name", ["encoder-decoder", "decoder-only"])
-def test_reorder_moves_the_target_side_only(name):
-    empty = init_cache(CONFIGS[name], batch=B, source_length=S, capacity=C)
-    leaves, tree = jax.tree.flatten(empty)
-    random = np.random.default_rng(0)
-    leaves = [jnp.array(random.integers(0, 100, leaf.shape), leaf.dtype) for leaf in leaves]
-    cache = jax.tree.unflatten(tree, leaves)
-    parents = [2, 0, 0]
+def test_hypotheses_change_their_order_and_nothing_moves(name):
+    cache = jax.jit(widen, static_argnums=1)(init_cache(CONFIGS[name], batch=B, source_length=S, capacity=C), 3)
+    assert (cache.width, cache.ancestors.shape) == (3, (B, 3, cache.capacity))
+    ancestors = np.random.default_rng(0).integers(0, 3, cache.ancestors.shape).astype(np.int32)
+    cache = cache.replace(ancestors=jnp.array(ancestors))
+    parents = np.array([2, 0, 0, 3, 4, 5, 8, 7, 6])
     moved = jax.jit(reorder)(cache, jnp.array(parents))
-    for was, now in zip(cache.layers, moved.layers, strict=True):
-        for one, other in zip(*map(jax.tree.leaves, (was.self_attention, now.self_attention)), strict=True):
-            assert_same_bits(other, np.asarray(one)[parents])
-        for one, other in zip(*map(jax.tree.leaves, (was.cross_attention, now.cross_attention)), strict=True):
-            assert_same_bits(other, one)
-    assert moved.lengths.tolist() == np.asarray(cache.lengths)[parents].tolist()
+    assert_same_bits(moved.ancestors.reshape(3 * B, -1), ancestors.reshape(3 * B, -1)[parents])
+    for was, now in zip(*map(jax.tree.leaves, (cache.layers, moved.layers)), strict=True):
+        assert_same_bits(now, was)
+    assert moved.lengths.tolist() == cache.lengths.tolist()
     assert moved.source_lengths.tolist() == cache.source_lengths.tolist()
+
+
+def test_a_cache_of_one_continuation_a_row_has_no_order_to_change():
+    with pytest.raises(ValueError, match=r"expected a cache of several hypotheses a row, from widen\(cache, width\)"):
+        reorder(init_cache(CONFIGS["encoder-decoder"], batch=B, source_length=S, capacity=C), jnp.arange(B))
+
+
+@pytest.mark.parametrize("width", [1, 3])
+def test_widened_keys_are_those_of_the_first_hypothesis_which_all_see(width):
+    narrow = init_cache(CONFIGS["encoder-decoder"], batch=B, source_length=S, capacity=C)
+    keys_values = random_keys_values(0, C)
+    narrow = narrow.replace(layers=(LayerCache(keys_values, None),), lengths=jnp.array([0, 2, C]))
+    wide = widen(narrow, width)
+    for was, now in zip(*map(jax.tree.leaves, (narrow.layers, wide.layers)), strict=True):
+        assert now.shape == (*was.shape[:2], C * width, was.shape[3])
+        assert_same_bits(now[:, :, ::width], was)
+    assert not wide.ancestors.any()
+    own = np.asarray(own_from_now_on(wide))
+    for row, length in enumerate([0, 2, C]):
+        assert not own[row, :, :length].any()
+        assert (own[row, :, length:] == np.arange(width)[:, None]).all()
 
 
 def test_a_cache_is_immutable():

@@ -18,7 +18,6 @@ from tfm.nn.layers import (
     compute_dtype,
     dropout,
     normalize,
-    project,
 )
 
 CONFIG = ModelConfig(model_dim=16, feed_forward_dim=24, num_heads=2)
@@ -39,51 +38,6 @@ def test_compute_dtype_resolves_auto_and_refuses_others():
     assert compute_dtype("auto") in ("float32", "bfloat16")
     with pytest.raises(ValueError, match="'float16'"):
         compute_dtype("float16")
-
-
-# Products
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("out", [4, 40], ids=["narrowing", "widening"])
-@pytest.mark.parametrize("lead", [(), (3,), (2, 5)])
-def test_project_multiplies_by_the_transposed_weight_and_so_do_its_gradients(dtype, out, lead):
-    x = jax.random.normal(jax.random.key(1), (*lead, 16))
-    weight = jax.random.normal(jax.random.key(2), (out, 16)) / 4
-    downstream = jax.random.normal(jax.random.key(3), (*lead, out)) / math.sqrt(out)
-    y, gradients = jax.value_and_grad(lambda *args: (downstream * project(*args, dtype)).sum(), (0, 1))(x, weight)
-    assert_close(project(x, weight, dtype), np.asarray(x) @ np.asarray(weight).T, dtype=dtype)
-    rows, downstream_rows = np.asarray(x).reshape(-1, 16), np.asarray(downstream).reshape(-1, out)
-    assert_close(gradients[0], np.asarray(downstream) @ np.asarray(weight), dtype=dtype)
-    assert_close(gradients[1], downstream_rows.T @ rows, dtype=dtype)
-    assert np.isfinite(y)
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("x_dtype", [jnp.float32, jnp.bfloat16])
-def test_gradients_have_the_dtypes_of_what_they_are_of_and_results_are_float32(dtype, x_dtype):
-    x, weight = X.astype(x_dtype), jnp.ones((3, 16))
-    assert project(x, weight, dtype).dtype == jnp.float32
-    x_gradient, weight_gradient = jax.grad(lambda *args: project(*args, dtype).sum(), (0, 1))(x, weight)
-    assert x_gradient.dtype == x_dtype
-    assert weight_gradient.dtype == jnp.float32
-
-
-def test_low_precision_products_accumulate_in_float32():
-    """In bfloat16 a sum of 4,096 ones stops at 256, where adding 1 is rounded away."""
-    ones, weight = jnp.ones((1, 4096)), jnp.ones((1, 4096))
-    assert project(ones, weight, "bfloat16")[0, 0] == 4096
-    # and the weight's gradient, a sum over rows
-    many = jnp.ones((4096, 1))
-    gradient = jax.grad(lambda w: project(many, w, "bfloat16").sum())(jnp.ones((1, 1)))
-    assert gradient[0, 0] == 4096
-
-
-def test_low_precision_really_is_low():
-    """So that a tolerance for bfloat16 is not met by computing in float32."""
-    x = jnp.full((1, 1), 1 + 2**-10)
-    assert project(x, jnp.ones((1, 1)), "bfloat16")[0, 0] == 1
-    assert project(x, jnp.ones((1, 1)), "float32")[0, 0] == 1 + 2**-10
 
 
 @pytest.mark.parametrize("use_bias", [True, False])

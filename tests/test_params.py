@@ -1,13 +1,14 @@
 import itertools
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
-from tiny_models import V, compiled_fast, tiny_config, tiny_model
+from tiny_models import V, compiled_fast, random_ids, random_params, tiny_config, tiny_model
 from tolerances import assert_same_bits
 
 from tfm.config import ModelConfig, preset
-from tfm.nn.params import count_by_part, count_params, init_params, param_shapes
+from tfm.nn.params import count_by_part, count_params, init_params, param_shapes, prepare_for_inference
 
 
 def counted(config: ModelConfig) -> dict[str, int]:
@@ -130,3 +131,26 @@ def test_weights_lie_out_in():
     assert layer["feed_forward"]["up"]["weight"].shape == (24, 16)
     assert layer["feed_forward"]["down"]["weight"].shape == (16, 24)
     assert param_shapes(config.replace(shared_embeddings="none"))["output"]["weight"].shape == (V, 16)
+
+
+@pytest.mark.parametrize("positions", ["sinusoidal", "learned", "t5-bias"])
+@pytest.mark.parametrize("shared", ["all", "target-output", "none"])
+def test_prepared_parameters_answer_like_those_they_were_made_of(positions, shared):
+    config = tiny_config(positions=positions, shared_embeddings=shared)
+    params, source, target = random_params(config), random_ids(3, 7), random_ids(3, 5, seed=1)
+    arguments = tuple(map(jnp.asarray, (source, [7, 5, 1], target)))
+    for weights, size in (("float32", 4), ("bfloat16", 2), ("int8", 1)):
+        prepared = prepare_for_inference(params, weights)
+        model = tiny_model(config, "bfloat16" if weights == "bfloat16" else "float32")
+        logits, expected = (model.apply({"params": tree}, *arguments) for tree in (prepared, params))
+        if weights == "float32":
+            assert_same_bits(logits, expected)
+        else:
+            assert not np.array_equal(logits, expected)
+            assert float(np.std(logits - expected)) < 0.05 * float(np.std(expected))
+        table = jax.tree.leaves(prepared["target_embedding"])[0]
+        assert table.nbytes == size * table.size
+        small = {"relative_bias", "position_embedding", "bias", "scale"}
+        for path, leaf in jax.tree_util.tree_leaves_with_path(prepared):
+            if small & {getattr(key, "key", None) for key in path}:
+                assert leaf.dtype == np.float32

@@ -51,7 +51,7 @@ def make_params(config: ModelConfig = CONFIG, seed: int = 1) -> dict:
 
 
 def make_model(config: ModelConfig = CONFIG, *, seed: int = 1, **options) -> TextModel:
-    return TextModel(config, make_params(config, seed), TOKENIZER, TOKENIZER, **{"dtype": "float32", **options})
+    return TextModel(config, make_params(config, seed), TOKENIZER, TOKENIZER, **{"weights": "float32", **options})
 
 
 @pytest.fixture(scope="module")
@@ -144,9 +144,9 @@ def test_the_default_limit_follows_from_the_padded_source():
 # Neighbours
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_neighbours_and_order_change_nothing(dtype):
-    model = make_model(dtype=dtype)
+@pytest.mark.parametrize("weights", ["float32", "bfloat16"])
+def test_neighbours_and_order_change_nothing(weights):
+    model = make_model(weights=weights)
     texts = random_texts(40, longest=31)
     alone = [answer for text in texts for answer in model.generate([text], max_tokens=30)]
     assert len({answer.text for answer in alone}) > 20
@@ -290,7 +290,7 @@ def test_after_a_warmup_nothing_is_compiled():
         for count, limit in ((1, 1), (2, 60), (3, None), (11, 5), (30, 64)):
             model(texts[:count], max_tokens=limit)
         model.replace_params(others)(texts)
-        TextModel(config, others, TOKENIZER, TOKENIZER, dtype="float32", max_batch=4)(texts)
+        TextModel(config, others, TOKENIZER, TOKENIZER, weights="float32", max_batch=4)(texts)
         assert model.warmup() == warm
     assert compilations.count == 0, compilations.names
 
@@ -332,11 +332,11 @@ def test_a_warmup_may_be_for_less(shapes, model):
 # Parts and folders
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "auto"])
-def test_a_saved_model_answers_the_same(tmp_path, dtype):
-    model = make_model(dtype=dtype)
+@pytest.mark.parametrize("weights", ["float32", "bfloat16", "int8", "auto"])
+def test_a_saved_model_answers_the_same(tmp_path, weights):
+    model = make_model(weights=weights)
     model.save(tmp_path / "model")
-    loaded = tfm.load(tmp_path / "model", dtype=dtype)
+    loaded = tfm.load(tmp_path / "model", weights=weights)
     texts = random_texts(9, longest=15)
     assert loaded.config == CONFIG
     assert loaded.generate(texts, max_tokens=10) == model.generate(texts, max_tokens=10)
@@ -345,7 +345,7 @@ def test_a_saved_model_answers_the_same(tmp_path, dtype):
 def test_parameters_in_half_the_bytes_answer_too(tmp_path):
     half = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), make_params())
     make_model().replace_params(half).save(tmp_path / "model")
-    loaded = tfm.load(tmp_path / "model", dtype="float32")
+    loaded = tfm.load(tmp_path / "model", weights="float32")
     assert {leaf.dtype.name for leaf in jax.tree.leaves(loaded.params)} == {"bfloat16"}
     answers = loaded.generate(random_texts(9, longest=15), max_tokens=10)
     assert all(math.isfinite(answer.score) and answer.score < 0 for answer in answers)

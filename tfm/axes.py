@@ -21,7 +21,7 @@ Two more appear where an array has two unrelated lengths: Q, the queries' length
 """
 
 import jax
-from jaxtyping import Bool, Float, Int, Shaped
+from jaxtyping import Bool, Float, Int, Int8, Shaped
 
 Array = jax.Array
 
@@ -30,4 +30,4 @@ Lengths = Int[Array, "B"]
 KeyArray = Shaped[Array, "*key"]
 """A JAX random key, as from `jax.random.key`."""
 
-__all__ = ["Array", "Bool", "Float", "Int", "KeyArray", "Lengths", "Shaped", "TokenIds"]
+__all__ = ["Array", "Bool", "Float", "Int", "Int8", "KeyArray", "Lengths", "Shaped", "TokenIds"]

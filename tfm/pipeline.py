@@ -20,6 +20,7 @@ import dataclasses
 import functools
 import operator
 import os
+import typing
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple, SupportsIndex, overload
 
@@ -34,7 +35,8 @@ from tfm.decoding.beam import BeamSearch
 from tfm.decoding.generate import generate, generate_n_best
 from tfm.decoding.sampling import Greedy, Sampler, Sampling
 from tfm.nn.attention import Kernel
-from tfm.nn.params import Params
+from tfm.nn.layers import compute_dtype
+from tfm.nn.params import Params, Weights, prepare_for_inference
 from tfm.nn.transformer import Model, build_model
 from tfm.store import check_params, check_tokenizers, load_model, save_model
 from tfm.tokenizer import Tokenizer
@@ -62,7 +64,7 @@ class Answer:
 def load(
     folder: str | os.PathLike[str],
     *,
-    dtype: str = "auto",
+    weights: str = "auto",
     attention_kernel: Kernel = "auto",
     max_batch: int = 64,
     max_batch_tokens: int = 16_384,
@@ -71,7 +73,7 @@ def load(
 
     Args:
         folder: the model folder.
-        dtype: see `TextModel`, as for the rest.
+        weights: see `TextModel`, as for the rest.
         attention_kernel: see `tfm.nn.attention`.
         max_batch: the most texts in one batch.
         max_batch_tokens: the most tokens in one batch.
@@ -85,7 +87,7 @@ def load(
         stored.params,
         stored.source_tokenizer,
         stored.target_tokenizer,
-        dtype=dtype,
+        weights=weights,
         attention_kernel=attention_kernel,
         max_batch=max_batch,
         max_batch_tokens=max_batch_tokens,
@@ -102,7 +104,7 @@ class TextModel:
         source_tokenizer: Tokenizer,
         target_tokenizer: Tokenizer,
         *,
-        dtype: str = "auto",
+        weights: str = "auto",
         attention_kernel: Kernel = "auto",
         max_batch: int = 64,
         max_batch_tokens: int = 16_384,
@@ -111,35 +113,42 @@ class TextModel:
 
         Args:
             config: the model.
-            params: its parameters; moved to the default device unless they lie on one.
+            params: its parameters, float32; kept as they are, and copied to the default device in the form that
+                `weights` says.
             source_tokenizer: turns texts into source ids, to which its end token is added.
             target_tokenizer: turns generated ids into text.
-            dtype: of the operands of large products: "float32", "bfloat16", or "auto" for the fastest here.
+            weights: what matrices lie in on the device and are multiplied in: "float32", "bfloat16", "auto" for the
+                faster of the two here, or "int8", with the vectors that they meet rounded to 8 bits as well.
             attention_kernel: see `tfm.nn.attention`.
             max_batch: the most texts in one batch, rounded down to a power of two. More are cut into several batches.
             max_batch_tokens: the most tokens in one batch, padded source and cache capacity together, which bounds the
                 memory that a batch takes; but one text always is a batch.
 
         Raises:
-            ValueError: parameters or tokenizers do not belong to `config`.
+            ValueError: weights that there are not, or parameters or tokenizers that do not belong to `config`.
         """
         for name, value in (("max_batch", max_batch), ("max_batch_tokens", max_batch_tokens)):
             if value < 1:
                 raise ValueError(f"expected {name} of at least 1, got {value}")
+        if weights not in ("auto", *typing.get_args(Weights)):
+            raise ValueError(f"expected weights 'auto', 'float32', 'bfloat16' or 'int8', got {weights!r}")
         check_tokenizers(config, source_tokenizer, target_tokenizer)
         check_params(config, params)
         self.config = config
-        self.params: Params = jax.device_put(params)
+        self.params = params
         self.source_tokenizer = source_tokenizer
         self.target_tokenizer = target_tokenizer
+        self.weights: Weights = "int8" if weights == "int8" else compute_dtype(weights)
+        dtype = "auto" if weights == "int8" else weights
         self.model: Model = build_model(config, dtype=dtype, attention_kernel=attention_kernel)
+        self._prepared = prepare_for_inference(params, self.weights)
         self._buckets = Buckets(config, max_batch, max_batch_tokens)
 
     def __repr__(self) -> str:
         config = self.config
         encoder = f"{config.encoder_layers}+" if config.architecture == "encoder-decoder" else ""
         layers = f"{encoder}{config.decoder_layers} layers"
-        return f"TextModel({config.architecture}, {layers}, D {config.model_dim}, {self.model.dtype})"
+        return f"TextModel({config.architecture}, {layers}, D {config.model_dim}, {self.weights})"
 
     @overload  # overlapping, because a str is an Iterable[str] too
     def __call__(  # type: ignore[overload-overlap]
@@ -277,7 +286,8 @@ class TextModel:
         """
         check_params(self.config, params)
         other = copy.copy(self)
-        other.params = jax.device_put(params)
+        other.params = params
+        other._prepared = prepare_for_inference(params, self.weights)
         return other
 
     def save(self, folder: str | os.PathLike[str]) -> None:
@@ -329,7 +339,15 @@ class TextModel:
         limits[: len(sources)] = limit
         places[: len(sources)] = indices
         return _generate_rows(
-            self.model, self.params, padded, lengths, limits, places, np.uint32(seed), sampler, capacity=shape.capacity
+            self.model,
+            self._prepared,
+            padded,
+            lengths,
+            limits,
+            places,
+            np.uint32(seed),
+            sampler,
+            capacity=shape.capacity,
         )
 
     def _answers(self, made: "_Made", rows: int) -> list[list[Answer]]:

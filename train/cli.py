@@ -286,7 +286,7 @@ def _evaluate(arguments: list[str]) -> int:
         help="of loss, exact-match, wer, ter, bleu, chrf, rouge1, rouge2, rougeL (default: the run's own metric)",
     )  # fmt: skip
     parser.add_argument("--max-tokens", type=int, metavar="N", help="limit of generated tokens (default: the run's)")
-    _add_beams(parser)
+    _add_decoding(parser)
     parser.add_argument("--source-field", metavar="KEY", help="JSONL key of the source (default: the run's)")
     parser.add_argument("--target-field", metavar="KEY", help="JSONL key of the target (default: the run's)")
     parser.add_argument("--json", action="store_true", help="the result as one JSON object")
@@ -314,7 +314,7 @@ def _generate(arguments: list[str]) -> int:
     parser.add_argument("--top-p", type=float, metavar="P", help="sample from the likeliest that together have P")
     parser.add_argument("--min-p", type=float, metavar="P", help="sample from tokens at least P times the likeliest")
     parser.add_argument("--seed", type=int, metavar="N", help="of sampling (default: 0)")
-    _add_beams(parser)
+    _add_decoding(parser)
     parser.add_argument("--n-best", type=int, metavar="N", help="N lines a line: the N best of --beams, best first")
     shown = parser.add_mutually_exclusive_group()
     shown.add_argument("--scores", action="store_true", help="a tab and the answer's log-probability behind each line")
@@ -337,7 +337,11 @@ def _generate(arguments: list[str]) -> int:
     return commands.generate(parsed)
 
 
-def _add_beams(parser: argparse.ArgumentParser) -> None:
+def _add_decoding(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--weights", choices=["float32", "bfloat16", "int8"],
+        help="what the model's matrices are rounded to while it generates (default: as the run has it)",
+    )  # fmt: skip
     parser.add_argument("--beams", type=int, metavar="W", help="beam search: follow the W likeliest hypotheses")
     parser.add_argument(
         "--alpha", type=float, metavar="A",

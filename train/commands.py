@@ -128,7 +128,7 @@ def evaluate(arguments: argparse.Namespace) -> int:
     fields = {"source_field": arguments.source_field, "target_field": arguments.target_field}
     data = dataclasses.replace(settings.data, **{name: field for name, field in fields.items() if field is not None})
     examples = _read_split(arguments.split, data, is_run=config is not None)
-    model = load(folder, dtype="auto" if config is None else config.dtype)
+    model = load(folder, weights=arguments.weights or ("auto" if config is None else config.dtype))
     the_runs = model.config.max_target_length if config is None else config.max_new_tokens
     max_tokens = the_runs if arguments.max_tokens is None else arguments.max_tokens
     sampler: Decoding = Greedy() if arguments.beams is None else _beam_search(arguments, model)
@@ -204,7 +204,7 @@ def _loss(model: TextModel, examples: Examples, batch: BatchConfig) -> tuple[dic
 def generate(arguments: argparse.Namespace) -> int:
     """Answers texts, a line for a line."""
     folder, config = _find_model(arguments.run)
-    model = load(folder, dtype="auto" if config is None else config.dtype)
+    model = load(folder, weights=arguments.weights or ("auto" if config is None else config.dtype))
     options = {name: getattr(arguments, name) for name in ("temperature", "top_k", "top_p", "min_p")}
     options = {name: value for name, value in options.items() if value is not None}
     num_best = 1 if arguments.n_best is None else arguments.n_best

@@ -348,7 +348,7 @@ class _Session:
                 self._state.params,
                 prepared.source_tokenizer,
                 prepared.target_tokenizer,
-                dtype=self._config.dtype,
+                weights=self._config.dtype,
             )
         return self._text_model.replace_params(self._state.params)
 

@@ -125,8 +125,9 @@ def decode_step(
             a NumPy array or list with an id that the vocabulary does not have.
     """
     tokens = _whole_numbers("tokens", "B, T", tokens)
-    if tokens.shape[0] != cache.lengths.shape[0]:
-        raise ValueError(f"expected tokens for the cache's {cache.lengths.shape[0]} rows, got {tokens.shape[0]}")
+    rows = cache.lengths.shape[0] * cache.width
+    if tokens.shape[0] != rows:
+        raise ValueError(f"expected tokens for the cache's {rows} rows, got {tokens.shape[0]}")
     if not 1 <= tokens.shape[1] <= cache.capacity:
         raise ValueError(f"expected 1 to {cache.capacity} tokens (the cache's capacity), got {tokens.shape[1]}")
     if isinstance(tokens, np.ndarray):

@@ -194,6 +194,8 @@ def _cudnn_problem(
         return f"it computes in bfloat16 or float16, not {query.dtype}"
     if head_dim % 8 or head_dim > 128:
         return f"it needs a head dimension that is a multiple of 8 and at most 128, not {head_dim}"
+    if visible.mask is not None:
+        return "it takes padding as lengths, and no mask"
     if bias is not None:
         return "a bias would have to be written out for every row and head"
     if drops:

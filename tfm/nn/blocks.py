@@ -78,7 +78,7 @@ class DecoderLayer(Block):
         source: KeysValues | None,
         source_visible: Visible,
         past: KeysValues | None = None,
-        past_lengths: Int[Array, "B"] | None = None,
+        first_free: Int[Array, "B"] | None = None,
     ) -> tuple[Float[Array, "B T D"], KeysValues]:
         """Returns the new x, and the self-attention's keys and values: of x alone, or of the past with x added."""
         seen: KeysValues | None = None
@@ -87,17 +87,15 @@ class DecoderLayer(Block):
             nonlocal seen
             seen = self.self_attention.keys_values(x, rotary_positions)
             if past is not None:
-                assert past_lengths is not None
-                seen = caches.write(past, seen, past_lengths)
+                assert first_free is not None
+                seen = caches.write(past, seen, first_free)
             return self.self_attention(x, seen, visible=visible, rotary_positions=rotary_positions, bias=bias)
 
         x = self.residual(x, self.self_attention_norm, attend_self)
         if source is not None:
 
             def attend_source(x: Array) -> Array:
-                # W hypotheses of a source are W times as many queries to it
-                queries = x.reshape(source.keys.shape[0], -1, x.shape[-1])
-                return self.cross_attention(queries, source, visible=source_visible).reshape(x.shape)
+                return self.cross_attention(x, source, visible=source_visible)
 
             x = self.residual(x, self.cross_attention_norm, attend_source)
         x = self.residual(x, self.feed_forward_norm, self.feed_forward)

@@ -2,8 +2,15 @@
 
 Keys and values lie [B, K, C, H], heads before positions: scores and weighted sums then read each head's block as it
 lies, where [B, C, K, H] would be transposed, whole, at every step.
+
+Of W hypotheses of a row, as beam search has them, all keys and values lie together, [B, K, C·W, H]: hypothesis w
+writes position c into place c·W + w, once, and nothing moves when hypotheses change their order. Whose key a hypothesis
+sees at a position is an index, `Cache.ancestors`, and a mask made of it: every hypothesis meets all keys of its row in
+one product, and those that are not its own count nothing. That is W times the multiplications of attention, a small
+part of a step, and not one copy, where reordering copies the whole cache at every step.
 """
 
+import dataclasses
 import typing
 
 import flax.struct
@@ -29,7 +36,7 @@ class LayerCache:
     """What one decoder layer remembers."""
 
     self_attention: KeysValues
-    """Of the target so far, [B, K, C, H]: entries from a row's length on are junk that no query may see."""
+    """Of the target so far, [B, K, C·W, H]: entries from a row's length on are junk that no query may see."""
     cross_attention: KeysValues | None
     """Of the encoded source, [B, K, S, H]: written by `prefill`, only read after. None in a decoder-only model."""
 
@@ -41,14 +48,22 @@ class Cache:
 
     layers: tuple[LayerCache, ...]
     lengths: Int[Array, "B"]
-    """Tokens written in each row; the next one gets this position."""
+    """Tokens written in each row, by every hypothesis of it; the next one gets this position."""
     source_lengths: Int[Array, "B"]
     """Real source tokens of each row; all zero in a decoder-only model, whose source lies in the self-attention."""
+    ancestors: Int[Array, "B W C"] | None = None
+    """Whose key stands at each position of each hypothesis, from 0 to W - 1; from a row's length on, junk. None: each
+    row has one continuation."""
+
+    @property
+    def width(self) -> int:
+        """W: hypotheses of each row."""
+        return 1 if self.ancestors is None else self.ancestors.shape[1]
 
     @property
     def capacity(self) -> int:
         """C: the most tokens a row can hold; in a decoder-only model its source is among them."""
-        return self.layers[0].self_attention.keys.shape[2]
+        return self.layers[0].self_attention.keys.shape[2] // self.width
 
 
 def init_keys_values(config: ModelConfig, *, batch: int, length: int, dtype: str) -> KeysValues:
@@ -90,7 +105,9 @@ def cache_bytes(
     beams: int = 1,
     dtype: str = "float32",
 ) -> int:
-    """Bytes of a cache, said before anything is allocated: 2 · (B·W·C + B·S) · K · H · L · itemsize, and the lengths.
+    """Bytes of a cache, said before anything is allocated: 2 · (B·W·C + B·S) · K · H · L · itemsize, and the integers.
+
+    Integers are the lengths and, of more than one beam, `Cache.ancestors`.
 
     C is the capacity in target tokens, as for `prefill`. All W beams of a row share its source; in a decoder-only
     model each has its own, B·W·(C + S) positions. With K = N that is the textbook's
@@ -107,8 +124,9 @@ def cache_bytes(
     sources = batch if config.architecture == "encoder-decoder" else batch * beams
     positions = batch * beams * capacity + sources * source_length
     keys_values = 2 * positions * config.kv_heads * config.head_size * config.decoder_layers
-    lengths = batch * beams + batch
-    return keys_values * jnp.dtype(dtype).itemsize + lengths * jnp.dtype(jnp.int32).itemsize
+    length = capacity if config.architecture == "encoder-decoder" else capacity + source_length
+    integers = 2 * batch + (batch * beams * length if beams > 1 else 0)
+    return keys_values * jnp.dtype(dtype).itemsize + integers * jnp.dtype(jnp.int32).itemsize
 
 
 def write(cache: KeysValues, new: KeysValues, starts: Int[Array, "B"]) -> KeysValues:
@@ -133,23 +151,54 @@ def write(cache: KeysValues, new: KeysValues, starts: Int[Array, "B"]) -> KeysVa
 
 
 def widen(cache: Cache, width: int) -> Cache:
-    """W equal hypotheses for each row, lying row after row, on one source: `[B, K, S, H]` is not repeated."""
-    layers = tuple(
-        LayerCache(jax.tree.map(lambda x: jnp.repeat(x, width, axis=0), layer.self_attention), layer.cross_attention)
-        for layer in cache.layers
-    )
-    return Cache(layers, jnp.repeat(cache.lengths, width), cache.source_lengths)
+    """W equal hypotheses for each row, on one source, [B, K, S, H], which is not repeated.
 
-
-def reorder(cache: Cache, parents: Int[Array, "B"]) -> Cache:
-    """Row i of the result continues row parents[i]; the source side stays, because parents share a source.
+    What has been written stays that of the first hypothesis, and all others see it as their ancestor's.
 
     Args:
-        cache: B·W rows of target, on B sources.
-        parents: from 0 to B·W - 1, and each within the W rows of its own source; neither is checked.
+        cache: with one continuation a row.
+        width: W.
     """
+
+    def spread(x: Array) -> Array:
+        batch, heads, capacity, dim = x.shape
+        places = jnp.pad(x[:, :, :, None], ((0, 0), (0, 0), (0, 0), (0, width - 1), (0, 0)))
+        return places.reshape(batch, heads, capacity * width, dim)
+
     layers = tuple(
-        LayerCache(jax.tree.map(lambda x: x[parents], layer.self_attention), layer.cross_attention)
-        for layer in cache.layers
+        LayerCache(jax.tree.map(spread, layer.self_attention), layer.cross_attention) for layer in cache.layers
     )
-    return Cache(layers, cache.lengths[parents], cache.source_lengths)
+    ancestors = jnp.zeros((cache.lengths.shape[0], width, cache.capacity), jnp.int32)
+    return Cache(layers, cache.lengths, cache.source_lengths, ancestors)
+
+
+def reorder(cache: Cache, parents: Int[Array, "BW"]) -> Cache:
+    """Hypothesis i of the result continues hypothesis parents[i]: only the index of ancestors changes.
+
+    Args:
+        cache: from `widen`, or a decode step on one.
+        parents: from 0 to B·W - 1, hypotheses lying row after row, and each within the W of its own row; neither is
+            checked.
+
+    Raises:
+        ValueError: the cache was not widened.
+    """
+    if cache.ancestors is None:
+        raise ValueError("expected a cache of several hypotheses a row, from widen(cache, width), got one without")
+    within_row = parents.reshape(-1, cache.width) % cache.width
+    ancestors = jnp.take_along_axis(cache.ancestors, within_row[..., None], axis=1)
+    return dataclasses.replace(cache, ancestors=ancestors)
+
+
+def own_from_now_on(cache: Cache) -> Int[Array, "B W C"]:
+    """The ancestors, with each hypothesis its own from the row's length on: as they are when the next token is written.
+
+    Example:
+        >>> layer = LayerCache(KeysValues(*2 * [jnp.zeros((1, 1, 6, 1))]), None)
+        >>> cache = Cache((layer,), jnp.array([1]), jnp.array([0]), jnp.array([[[0, 0, 0], [0, 0, 0]]]))
+        >>> own_from_now_on(cache).tolist()
+        [[[0, 0, 0], [0, 1, 1]]]
+    """
+    assert cache.ancestors is not None
+    written = jnp.arange(cache.capacity)[None] < cache.lengths[:, None]
+    return jnp.where(written[:, None], cache.ancestors, jnp.arange(cache.width)[None, :, None])

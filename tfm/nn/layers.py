@@ -14,12 +14,10 @@ from collections.abc import Callable
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-from jax.experimental.layout import Layout, with_layout_constraint
 
 from tfm.axes import Array, Float, Int, KeyArray
 from tfm.config import Activation, ModelConfig
-
-Dtype = typing.Literal["float32", "bfloat16"]
+from tfm.nn.products import Dtype, Int8Weight, project
 
 ACTIVATIONS: dict[Activation, Callable[[Array], Array]] = {
     "relu": jax.nn.relu,
@@ -48,70 +46,6 @@ def compute_dtype(dtype: str) -> Dtype:
 def stream_dtype(dtype: Dtype) -> Dtype:
     """Of what flows between layers. A CPU has fast bfloat16 products but slow bfloat16 elementwise arithmetic."""
     return "float32" if jax.default_backend() == "cpu" else dtype
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
-def project(x: Float[Array, "*B I"], weight: Float[Array, "O I"], dtype: Dtype) -> Float[Array, "*B O"]:
-    """Multiplies x by the transposed weight with the operands in `dtype`, accumulated and returned in float32.
-
-    Args:
-        x: of any floating dtype; its gradient has the same.
-        weight: as x.
-        dtype: what both are rounded to before they are multiplied, and the gradient with them when it comes back. The
-            result is float32 in any case; in bfloat16 each term of its sums is off by up to 2⁻⁷ of itself.
-
-    The gradient is written out for two reasons. JAX's own would multiply the float32 gradient by upcast operands, so
-    that low precision would serve a third of the work; and on a CPU the weight's gradient is made by transposing one
-    of its two factors in memory, which had better be the narrower.
-    """
-    return _project_fwd(x, weight, dtype)[0]
-
-
-def _project_fwd(x: Array, weight: Array, dtype: Dtype) -> tuple[Array, tuple[Array, ...]]:
-    x_low, weight_low = x.astype(dtype), weight.astype(dtype)
-    y = jnp.einsum("...i,oi->...o", x_low, weight_low, preferred_element_type=jnp.float32)
-    # empty arrays carry the inputs' dtypes, which the gradients must have
-    return y, (x_low, weight_low, jnp.zeros(0, x.dtype), jnp.zeros(0, weight.dtype))
-
-
-def _project_bwd(dtype: Dtype, saved: tuple[Array, ...], gradient: Array) -> tuple[Array, Array]:
-    x, weight, x_like, weight_like = saved
-    gradient = gradient.astype(dtype)
-    x_gradient = jnp.einsum("...o,oi->...i", gradient, weight, preferred_element_type=jnp.float32)
-    rows, gradient_rows = x.reshape(-1, x.shape[-1]), gradient.reshape(-1, gradient.shape[-1])
-    weight_gradient = jax.lax.platform_dependent(
-        gradient_rows, rows, cpu=_sum_of_outer_products_on_cpu, default=_sum_of_outer_products
-    )
-    return x_gradient.astype(x_like.dtype), weight_gradient.astype(weight_like.dtype)
-
-
-def _sum_of_outer_products(left: Array, right: Array) -> Array:
-    """The transposed left times the right: [rows, m] and [rows, n] give [m, n]."""
-    return jax.lax.dot_general(left, right, (((0,), (0,)), ((), ())), preferred_element_type=jnp.float32)
-
-
-def _sum_of_outer_products_on_cpu(left: Array, right: Array) -> Array:
-    """The same, as XLA's CPU backend makes it fastest: the narrower factor is the one that is transposed in memory.
-
-    Low-precision products also want the summed axis last on the left; otherwise both factors are copied to float32 and
-    multiplied in it. Pinned, because XLA would fold a plain transpose into the product again.
-    """
-    if left.shape[1] > right.shape[1]:
-        return _sum_of_outer_products_on_cpu(right, left).T
-    if left.dtype == jnp.float32:
-        return _sum_of_outer_products(left, right)
-    product = jax.lax.dot_general(
-        _row_major(left.T), right, (((1,), (0,)), ((), ())), preferred_element_type=jnp.float32
-    )
-    return _row_major(product)
-
-
-def _row_major(x: Array) -> Array:
-    """Has the matrix lie in memory row after row."""
-    return with_layout_constraint(x, Layout((0, 1)))
-
-
-project.defvjp(_project_fwd, _project_bwd)
 
 
 class Linear(nn.Module):
@@ -222,7 +156,9 @@ class Embedding(nn.Module):
         self.weight = self.param("weight", init, (self.vocab_size, self.dim), jnp.float32)
 
     def __call__(self, ids: Int[Array, "*B"]) -> Float[Array, "*B D"]:
-        return self.weight[ids].astype(stream_dtype(self.dtype))
+        weight: Array | Int8Weight = self.weight
+        rows = weight.rows(ids) if isinstance(weight, Int8Weight) else weight[ids]
+        return rows.astype(stream_dtype(self.dtype))
 
     def logits(self, x: Float[Array, "*B D"]) -> Float[Array, "*B V"]:
         return project(x, self.weight, self.dtype)

@@ -2,16 +2,21 @@
 
 import functools
 import math
-from typing import Any
+import typing
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 
 from tfm.axes import KeyArray
 from tfm.config import ModelConfig
+from tfm.nn.products import Int8Weight, quantize
 from tfm.nn.transformer import Model, build_model
 
 Params = dict[str, Any]
+
+Weights = Literal["float32", "bfloat16", "int8"]
+"""What the matrices of products and embeddings lie in while a model generates."""
 
 
 @functools.partial(jax.jit, static_argnames="model")
@@ -27,6 +32,24 @@ def init_params(model: Model, key: KeyArray) -> Params:
     """
     one_token, one_length = jnp.zeros((1, 1), jnp.int32), jnp.ones(1, jnp.int32)
     return model.init(key, one_token, one_length, one_token)["params"]
+
+
+@functools.partial(jax.jit, static_argnames="weights")
+def prepare_for_inference(params: Params, weights: Weights) -> Params:
+    """Parameters as decoding reads them, to be passed in place of the trained ones: each matrix cast once, not a step.
+
+    "bfloat16" is what a model of that dtype rounds its matrices to at every step, and its embeddings too. With "int8"
+    the rows of the matrices, and the vectors that they meet, are rounded to 8 bits (`tfm.nn.products.Int8Weight`), a
+    quarter of the bytes. Biases, scales and tables of positions stay float32.
+    """
+
+    def prepare(path: tuple[Any, ...], leaf: Any) -> Any:
+        names = {key.key for key in path}
+        if "weight" not in names or names & {"relative_bias", "position_embedding"}:
+            return leaf
+        return Int8Weight(*quantize(leaf)) if weights == "int8" else leaf.astype(weights)
+
+    return typing.cast(Params, jax.tree_util.tree_map_with_path(prepare, params))
 
 
 def param_shapes(config: ModelConfig) -> Params:

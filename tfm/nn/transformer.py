@@ -12,11 +12,12 @@ import jax.numpy as jnp
 
 from tfm.axes import Array, Float, Int
 from tfm.config import ModelConfig
+from tfm.nn import cache as caches
 from tfm.nn import layers, positions
 from tfm.nn.attention import Kernel, check_kernel
 from tfm.nn.blocks import DecoderLayer, EncoderLayer
 from tfm.nn.cache import Cache, KeysValues, LayerCache
-from tfm.nn.masks import Visible
+from tfm.nn.masks import Visible, ancestor_mask
 
 
 class Stack(nn.Module):
@@ -117,24 +118,32 @@ class Decoder(Stack):
         source_lengths: Int[Array, "B"] | None,
         past: Cache | None = None,
     ) -> tuple[Float[Array, "BW T D"], tuple[KeysValues, ...]]:
-        """Runs T tokens, which follow the `past` where there is one; the past may have W hypotheses of each source.
+        """Runs T tokens, which follow the `past` where there is one.
+
+        W hypotheses of a row run as one row of T·W tokens, W at each position, of which each sees its own ancestors:
+        so they share the source, and whatever they have in common.
 
         Returns:
             The tokens' vectors, and every layer's self-attention keys and values: of these tokens, or of the past with
             these tokens written behind.
         """
-        num_tokens = embedded.shape[1]
+        num_tokens, width = embedded.shape[1], 1 if past is None else past.width
         at = jnp.arange(num_tokens)[None]
         num_keys, visible = num_tokens, Visible(causal=True)
         if past is not None:
             at = past.lengths[:, None] + at
             num_keys = past.capacity
-            if num_tokens == 1:  # one query sees a prefix of the cache: said by lengths, a fused kernel can serve
+            if past.ancestors is not None:
+                visible = Visible(mask=ancestor_mask(caches.own_from_now_on(past), at))
+            elif num_tokens == 1:  # one query sees a prefix of the cache: said by lengths, a fused kernel can serve
                 visible = Visible(key_lengths=past.lengths + 1)
             else:
                 visible = Visible(causal=True, query_positions=at)
+        at = jnp.repeat(at, width, axis=1)
         bias = self.bias(at, num_keys, bidirectional=False)
-        x = self.add_positions(embedded, at)
+        if bias is not None:
+            bias = jnp.repeat(bias, width, axis=-1)
+        x = self.add_positions(beside_each_other(embedded, width), at)
         seen = []
         for i, layer in enumerate(self.layers):
             x, layer_seen = layer(
@@ -145,10 +154,10 @@ class Decoder(Stack):
                 source=sources[i],
                 source_visible=Visible(key_lengths=source_lengths),
                 past=None if past is None else past.layers[i].self_attention,
-                past_lengths=None if past is None else past.lengths,
+                first_free=None if past is None else past.lengths * width,
             )
             seen.append(layer_seen)
-        return self.finish(x), tuple(seen)
+        return below_each_other(self.finish(x), width), tuple(seen)
 
 
 class Transformer(nn.Module):
@@ -189,7 +198,8 @@ class Transformer(nn.Module):
             LayerCache(self_attention=kept, cross_attention=layer.cross_attention)
             for layer, kept in zip(cache.layers, seen, strict=True)
         )
-        return self.logits(x), Cache(new_layers, cache.lengths + tokens.shape[1], cache.source_lengths)
+        ancestors = None if cache.ancestors is None else caches.own_from_now_on(cache)
+        return self.logits(x), Cache(new_layers, cache.lengths + tokens.shape[1], cache.source_lengths, ancestors)
 
     def start_cache(
         self,
@@ -315,6 +325,16 @@ class DecoderOnly(Transformer):
     def _run(self, tokens: Int[Array, "B T"]) -> tuple[Array, tuple[KeysValues, ...]]:
         no_sources = (None,) * self.config.decoder_layers
         return self.decoder(self.embed(self.target_embedding, tokens), no_sources, None)
+
+
+def beside_each_other(x: Float[Array, "BW T D"], width: int) -> Float[Array, "B TW D"]:
+    """The W hypotheses of each row in one row: token t of hypothesis w comes to place t·W + w."""
+    return x.reshape(-1, width, *x.shape[1:]).swapaxes(1, 2).reshape(x.shape[0] // width, -1, x.shape[-1])
+
+
+def below_each_other(x: Float[Array, "B TW D"], width: int) -> Float[Array, "BW T D"]:
+    """The inverse of `beside_each_other`."""
+    return x.reshape(x.shape[0], -1, width, x.shape[-1]).swapaxes(1, 2).reshape(x.shape[0] * width, -1, x.shape[-1])
 
 
 def join(source: Int[Array, "B S"], source_lengths: Int[Array, "B"], target: Int[Array, "B T"]) -> Int[Array, "B S+T"]:
