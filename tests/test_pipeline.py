@@ -152,7 +152,7 @@ def test_neighbours_and_order_change_nothing(weights):
     assert len({answer.text for answer in alone}) > 20
     order = random.Random(1).sample(range(40), 40)
     together = model.generate([texts[i] for i in order], max_tokens=30)
-    assert_equal(together, [alone[i] for i in order], dtype)
+    assert_equal(together, [alone[i] for i in order], weights)
 
 
 def test_a_drawn_answer_depends_on_its_seed_and_place_alone(model):
