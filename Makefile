@@ -15,7 +15,7 @@ WORDS ?= jaxification transformerish attentionless skorblaxian unlossy blickwick
 .PHONY: help demo test test-fast lint format types contracts check-accelerator clean
 
 help:
-	@echo 'make demo                train on the CMU Pronouncing Dictionary, evaluate, pronounce new words (7 minutes)'
+	@echo 'make demo                train on the CMU Pronouncing Dictionary, evaluate, pronounce new words (6 minutes)'
 	@echo 'make test                every test'
 	@echo 'make test-fast           the tests that are not marked slow'
 	@echo 'make lint types contracts    ruff, mypy, and which file may import which'
