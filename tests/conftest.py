@@ -1,9 +1,16 @@
 """What holds for every test."""
 
+import atexit
 import os
+import shutil
+import tempfile
 
 import hypothesis
 import jax
+
+# The commands keep what they compile in the user's cache directory: not in that of whoever runs the tests.
+os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="tfm-cache-")
+atexit.register(shutil.rmtree, os.environ["XDG_CACHE_HOME"], ignore_errors=True)
 
 # A sum of arrays of different rank is a mistake more often than a wish; the library says which axes it means.
 jax.config.update("jax_numpy_rank_promotion", "raise")

@@ -108,6 +108,8 @@ class _Parser(argparse.ArgumentParser):
         super().__init__(
             prog=f"tfm {command}", allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter, **settings
         )
+        if command != "init":
+            self.add_argument("--no-compilation-cache", action="store_true", help="compile all anew, and keep nothing")
 
     def error(self, message: str) -> NoReturn:
         raise UsageError(f"{message}; see {self.prog} --help")
@@ -169,8 +171,7 @@ def _train(arguments: list[str]) -> int:
     config = apply_overrides(config, overrides + ["--help"] * parsed.help, prog=f"tfm train {recipe or '--run DIR'}")
     _check_data_is_named(config, recipe or str(run_dir))
 
-    from train import commands
-
+    commands = _commands(parsed)
     if parsed.dry_run:
         return commands.dry_run(config, as_json=parsed.json)
     return commands.train(config, run_dir, as_json=parsed.json)
@@ -292,10 +293,7 @@ def _evaluate(arguments: list[str]) -> int:
     parser.add_argument("--json", action="store_true", help="the result as one JSON object")
     parsed = parser.parse(arguments)
     _check_beams(parser, parsed)
-
-    from train import commands
-
-    return commands.evaluate(parsed)
+    return _commands(parsed).evaluate(parsed)
 
 
 def _generate(arguments: list[str]) -> int:
@@ -331,10 +329,7 @@ def _generate(arguments: list[str]) -> int:
     _check_beams(parser, parsed)
     if parsed.n_best is not None and parsed.beams is None:
         parser.error("--n-best without --beams: greedy decoding and sampling give one answer")
-
-    from train import commands
-
-    return commands.generate(parsed)
+    return _commands(parsed).generate(parsed)
 
 
 def _add_decoding(parser: argparse.ArgumentParser) -> None:
@@ -362,10 +357,16 @@ def _info(arguments: list[str]) -> int:
     parser.add_argument("--length", type=int, metavar="C", help="target tokens (default: the most it accepts)")
     parser.add_argument("--json", action="store_true", help="as one JSON object")
     parsed = parser.parse(arguments)
+    return _commands(parsed).info(parsed)
 
-    from train import commands
 
-    return commands.info(parsed)
+def _commands(parsed: argparse.Namespace) -> Any:
+    """`train.commands`, and with it JAX, which keeps what it compiles from here on."""
+    from train import commands, compiled
+
+    if not parsed.no_compilation_cache:
+        compiled.keep_compiled()
+    return commands
 
 
 def _init(arguments: list[str]) -> int:

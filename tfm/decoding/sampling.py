@@ -9,6 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from tfm.axes import Array, Float, Int, KeyArray
+from tfm.decoding.top_k import top_k
+
+
+def likeliest(logits: Float[Array, "B V"]) -> Int[Array, "B"]:
+    """The token with the highest logit; of equals, the one with the lowest id."""
+    return top_k(logits, 1)[1][:, 0].astype(jnp.int32)
 
 
 @typing.no_type_check  # pytrees are also built from shapes, specs and other non-arrays
@@ -17,7 +23,7 @@ class Greedy:
     """The likeliest token; of equals, the one with the lowest id."""
 
     def pick(self, logits: Float[Array, "B V"], keys: KeyArray) -> Int[Array, "B"]:
-        return jnp.argmax(logits, axis=-1).astype(jnp.int32)
+        return likeliest(logits)
 
 
 @typing.no_type_check
@@ -76,11 +82,11 @@ class Sampling:
         cuts = jnp.any(jnp.asarray(self.top_k) > 0) | jnp.any(jnp.asarray(self.top_p) < 1)
         # sorting a large vocabulary takes longer than a small model's step: only where a cut needs it
         kept = jax.lax.cond(cuts, self._cut, lambda scaled: scaled, scaled)
-        likeliest = kept.max(axis=-1, keepdims=True)
+        highest = kept.max(axis=-1, keepdims=True)
         min_p = self._column(self.min_p, jnp.float32)
-        kept = jnp.where(kept >= likeliest + jnp.log(min_p), kept, -jnp.inf)
+        kept = jnp.where(kept >= highest + jnp.log(min_p), kept, -jnp.inf)
         drawn = jax.vmap(jax.random.categorical)(keys, kept)
-        return jnp.where(temperature[:, 0] > 0, drawn, jnp.argmax(logits, axis=-1)).astype(jnp.int32)
+        return jnp.where(temperature[:, 0] > 0, drawn, likeliest(logits)).astype(jnp.int32)
 
     def _cut(self, scaled: Float[Array, "B V"]) -> Float[Array, "B V"]:
         """Top-k, then top-p on what is left: what is cut becomes -inf."""
