@@ -95,7 +95,8 @@ def test_training_without_files_says_what_to_give():
 
 
 def test_only_what_is_wanted_is_read(tmp_path):
-    config = DataConfig(train=(str(tmp_path / "absent"),), test=(write(tmp_path, "test.tsv", "a\tb\na\tc\nd\te\n"),))
+    test = (write(tmp_path, "test.tsv", "a\tb\na\tc\nd\te\n"),)
+    config = DataConfig(train=(str(tmp_path / "absent"),), test=test, validation_share=0.5)
     splits = load_splits(config, ["test"])
     assert splits.test == Examples(["a", "d"], [["b", "c"], ["e"]])
     assert len(splits.train) == len(splits.validation) == 0

@@ -223,6 +223,28 @@ def test_a_run_that_another_process_holds(finished, tmp_path: Path):
         run(tiny_config(folder), folder)
 
 
+def test_a_run_goes_on_from_another_working_directory(finished, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    folder, _, _ = finished
+    (tmp_path / "elsewhere").mkdir()
+    config = tiny_config(folder, steps=2)
+    relative = os.path.relpath(config.data.train[0], tmp_path)
+    config = dataclasses.replace(config, data=dataclasses.replace(config.data, train=(relative,)))
+    monkeypatch.chdir(tmp_path)
+    assert train(config, "run", reporter=Reporter(rich.console.Console(file=io.StringIO()))).step == 2
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    saved = RunFolder(tmp_path / "run").read_config()
+    assert Path(saved.data.train[0]).is_absolute()
+    more = dataclasses.replace(saved, steps=3)
+    assert train(more, tmp_path / "run", reporter=Reporter(rich.console.Console(file=io.StringIO()))).step == 3
+
+
+def test_data_that_cannot_be_read_leaves_no_folder(tmp_path: Path):
+    config = tiny_config(tmp_path, data={"train": (str(tmp_path / "nowhere.tsv"),)})
+    with pytest.raises(ValueError, match=r"nowhere\.tsv: expected a file that can be read"):
+        run(config, tmp_path)
+    assert not (tmp_path / "run").exists()
+
+
 def test_a_start_that_died_before_it_was_a_run_is_begun_anew(tmp_path: Path):
     (tmp_path / "run" / "tokenizers").mkdir(parents=True)
     (tmp_path / "run" / "tokenizers" / "source.json").write_text("{}")

@@ -1,5 +1,7 @@
 """The folder of a run: when it is one, and who holds it."""
 
+import contextlib
+import fcntl
 import multiprocessing
 import os
 from pathlib import Path
@@ -59,6 +61,33 @@ def test_what_a_start_leaves_behind_is_no_obstacle_but_a_users_files_are(tmp_pat
     (tmp_path / "notes.txt").write_text("mine")
     with pytest.raises(ValueError, match=r"got .* with notes\.txt in it"):
         folder.is_run()
+
+
+@pytest.mark.parametrize("others", [[], ["notes.txt"]], ids=["nothing", "a user's file"])
+def test_what_was_made_for_a_run_that_did_not_come_to_be_is_taken_away(tmp_path: Path, others: list[str]):
+    folder = RunFolder(tmp_path / "new")
+    with contextlib.suppress(KeyError), folder.locked():
+        for name in others:
+            (folder.path / name).write_text("mine")
+        raise KeyError("the data cannot be read")
+    assert sorted(path.name for path in tmp_path.rglob("*")) == ["new"] * bool(others) + others
+    with folder.locked():
+        folder.create(TrainConfig(), *tokenizers())
+    assert (folder.path / ".lock").is_file()
+
+
+def test_a_lock_that_was_taken_away_meanwhile_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Who opens the file just before its holder removes it must not hold another file than the next one."""
+    flock, removed = fcntl.flock, []
+
+    def removing_first(file, how):
+        if not removed:
+            removed.append((tmp_path / ".lock").unlink())
+        return flock(file, how)
+
+    monkeypatch.setattr(fcntl, "flock", removing_first)
+    with RunFolder(tmp_path).locked():
+        assert f"process {os.getpid()}" in (tmp_path / ".lock").read_text()
 
 
 def _hold(path: Path, held, let_go) -> None:

@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from tfm.config import ModelConfig
+from tfm.config import PRESETS, ModelConfig
 from train import schema
 from train.config import (
     FROM_TOKENIZERS,
@@ -40,6 +40,10 @@ usage: tfm COMMAND …
 
 tfm COMMAND --help says what each takes. Results go to standard output, all else to standard error.
 """
+
+
+_OF_TRAIN = ("run", "dry-run", "json", "no-compilation-cache", "help", "model.preset")
+"""Options of `tfm train` that are no settings."""
 
 
 class UsageError(ValueError):
@@ -146,7 +150,8 @@ def _train(arguments: list[str]) -> int:
         description="Trains a model, or goes on with a run that was stopped.\n\n"
         f"RECIPE-OR-FILE is one of {', '.join(recipe_names())}, or a TOML file as tfm init writes it.\n"
         "Every setting of it can be changed: --steps 500 --optimizer.learning_rate 3e-4 --model.preset small\n"
-        "--model.gated --data.train train.en train.de; tfm train RECIPE-OR-FILE --help lists them all.",
+        "--model.gated --data.train train.en train.de; tfm train RECIPE-OR-FILE --help lists the settings.\n"
+        f"Presets, the sizes of a model: {', '.join(PRESETS)}.",
         add_help=False,
     )
     parser.add_argument("-h", "--help", action="store_true", help="this, or with RECIPE-OR-FILE all of its settings")
@@ -212,7 +217,8 @@ def apply_overrides(config: TrainConfig, overrides: Sequence[str], *, prog: str 
     for option in remaining:
         key = option.removeprefix("--").partition("=")[0].replace("-", "_")
         if option.startswith("--") and key not in ("help", *types, *negations):
-            raise UsageError(schema.unknown_key(f"--{key}", [f"--{known}" for known in (*types, *negations)]))
+            given, known = option.partition("=")[0], (*types, *negations, *_OF_TRAIN)
+            raise UsageError(schema.unknown_key(given, [f"--{name}" for name in known]))
         if key in FROM_TOKENIZERS and option.startswith("--"):
             raise UsageError(from_tokenizers(key))
     if preset is not None:  # in front, because the last of repeated options wins
@@ -269,7 +275,9 @@ def _unboxed(text: str) -> str:
             break
         paragraph.append(line)
     # A section that refuses its values says all that tyro would say of it.
-    return re.sub(r"^Error parsing (?!--)\w+: ", "", " ".join(paragraph)) or " ".join(text.split())
+    message = re.sub(r"^Error parsing (?!--)\w+: ", "", " ".join(paragraph)) or " ".join(text.split())
+    message = re.sub(r"invalid literal for int\(\) with base 10:", "expected a whole number, got", message)
+    return re.sub(r"could not convert string to float:", "expected a number, got", message)
 
 
 # --- the other commands
@@ -304,7 +312,7 @@ def _generate(arguments: list[str]) -> int:
         "decoding is greedy: the likeliest token at each step. With --beams it is beam search.",
     )
     parser.add_argument("run", type=Path, metavar="RUN", help="a run's folder (its best model is taken) or a model's")
-    parser.add_argument("texts", nargs="*", default=[], metavar="TEXT")
+    parser.add_argument("texts", nargs="*", default=[], metavar="TEXT", help="what to answer")
     parser.add_argument("--input", type=Path, metavar="FILE", help="a text a line, UTF-8, plain or .gz")
     parser.add_argument("--max-tokens", type=int, metavar="N", help="the most tokens of an answer")
     parser.add_argument("--temperature", type=float, metavar="X", help="sample: 1 as the model says, less is sharper")
@@ -347,6 +355,9 @@ def _add_decoding(parser: argparse.ArgumentParser) -> None:
 def _check_beams(parser: _Parser, parsed: argparse.Namespace) -> None:
     if parsed.alpha is not None and parsed.beams is None:
         parser.error("--alpha without --beams: only beam search ranks hypotheses")
+    num_best = getattr(parsed, "n_best", None)
+    if None not in (num_best, parsed.beams) and num_best > parsed.beams:
+        parser.error(f"expected --n-best of at most --beams, {parsed.beams}, got {num_best}")
 
 
 def _info(arguments: list[str]) -> int:

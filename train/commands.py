@@ -53,7 +53,9 @@ def train(config: TrainConfig, run_dir: Path, *, as_json: bool) -> int:
         outcome = loop.train(config, run_dir, reporter=reporter)
     except KeyboardInterrupt:
         if folder.config_path.is_file():
-            reporter.message(f"to go on from the last checkpoint: tfm train --run {shlex.quote(str(run_dir))}")
+            saved = any(folder.checkpoints.glob("[0-9]*"))
+            where = "to go on from the last checkpoint" if saved else "nothing was saved yet; to begin again"
+            reporter.message(f"{where}: tfm train --run {shlex.quote(str(folder.path))}")
         raise
     if as_json:
         _print_json({"run": str(run_dir), **dataclasses.asdict(outcome)})
@@ -242,7 +244,8 @@ def _line(text: str, rank: int, answer: Answer | None, *, scores: bool, as_json:
     if as_json:
         nothing = {"text": "", "score": None, "finished": not text.strip()}  # a blank line, or no such hypothesis
         shown = nothing if answer is None else dataclasses.asdict(answer)
-        return json.dumps({"source": text, "rank": rank, **{key: shown[key] for key in ("text", "score", "finished")}})
+        row = {"source": text, "rank": rank, **{key: shown[key] for key in ("text", "score", "finished")}}
+        return json.dumps(row, ensure_ascii=False)
     if answer is None:
         return ""
     line = " ".join(answer.text.split("\n"))

@@ -353,6 +353,27 @@ def from_tokenizers(key: str) -> str:
     return f"{key} is taken from the run's tokenizers: {instead}"
 
 
+def with_absolute_paths(config: TrainConfig) -> TrainConfig:
+    """The same files, named so that they are found from everywhere: a run goes on wherever one happens to be."""
+
+    def absolute(path: str) -> str:
+        return str(Path(path).absolute()) if path else path
+
+    data, tokenizer = config.data, config.tokenizer
+    return dataclasses.replace(
+        config,
+        data=dataclasses.replace(
+            data,
+            train=tuple(map(absolute, data.train)),
+            validation=tuple(map(absolute, data.validation)),
+            test=tuple(map(absolute, data.test)),
+        ),
+        tokenizer=dataclasses.replace(
+            tokenizer, source_file=absolute(tokenizer.source_file), target_file=absolute(tokenizer.target_file)
+        ),
+    )
+
+
 def changed_fields(old: TrainConfig, new: TrainConfig) -> dict[str, tuple[Any, Any]]:
     """Every setting that differs, by its dotted key, as (old, new)."""
     before, after = schema.flatten(old), schema.flatten(new)

@@ -63,6 +63,7 @@ def load_splits(config: DataConfig, names: Collection[str] = ("train", "validati
             "data.train names no file: give two line-aligned files (source, target), or one TSV file "
             "(source<TAB>target), or one JSONL file (with data.source_field and data.target_field); plain or .gz, UTF-8"
         )
+    shared &= "validation" in names or "train" in names
     train = read(config.train) if "train" in names or shared else empty
     validation = to_evaluate(config.validation, read(config.validation)) if "validation" in names else empty
     if shared and len(train):

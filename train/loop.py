@@ -27,7 +27,7 @@ from tfm.store import save_model
 from tfm.text_metrics import HIGHER_IS_BETTER, signature
 from tfm.tokenizer import Tokenizer
 from train.checkpoint import Checkpoints, Progress
-from train.config import RESUME_MAY_CHANGE, TrainConfig, changed_fields, to_json
+from train.config import RESUME_MAY_CHANGE, TrainConfig, changed_fields, to_json, with_absolute_paths
 from train.evaluate import evaluate, held_out_loss
 from train.instruments import Clock, Compilations, Made, Window, count_positions
 from train.optimizer import make_optimizer
@@ -102,7 +102,7 @@ def train(config: TrainConfig, run_dir: str | Path, *, reporter: Reports) -> Out
             be used; nothing has been changed then.
         OSError: a checkpoint could not be written, or not in time.
     """
-    folder = RunFolder(run_dir)
+    config, folder = with_absolute_paths(config), RunFolder(run_dir)
     folder.is_run()  # says what is wrong with the folder before anything is made in it
     with contextlib.ExitStack() as stack:
         signals = stack.enter_context(Signals())
@@ -137,7 +137,7 @@ def train(config: TrainConfig, run_dir: str | Path, *, reporter: Reports) -> Out
 
 
 def _check_changes(folder: RunFolder, config: TrainConfig) -> None:
-    changes = changed_fields(folder.read_config(), config)
+    changes = changed_fields(with_absolute_paths(folder.read_config()), config)
     refused = [f"{key} was {old!r}, now {new!r}" for key, (old, new) in changes.items() if key not in RESUME_MAY_CHANGE]
     if refused:
         raise ValueError(

@@ -61,7 +61,8 @@ def prepare(config: TrainConfig, tokenizers: tuple[Tokenizer, Tokenizer] | None 
             raise ValueError(f"expected held-out pairs that can be used, got: {report}")
         validation = eval_batches(held_out, config.model, config.batch)
         examples = answerable(splits.validation, source, limits[0])
-        notes.append(f"validation: {report}; {len(examples):,} of {len(splits.validation):,} sources to answer")
+        answered = min(len(examples), config.validation.max_examples)
+        notes.append(f"validation: {report}; {answered:,} of {len(splits.validation):,} sources to answer")
     elif config.validation.every_steps:
         notes.append("validation: no held-out pairs, so nothing is validated; see data.validation_share")
     if config.optimizer.warmup_steps > config.steps:

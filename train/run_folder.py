@@ -86,19 +86,42 @@ class RunFolder:
         Raises:
             ValueError: another process holds it.
         """
-        self.path.mkdir(parents=True, exist_ok=True)
-        # Never deleted: a process that opened it before and one that makes it anew would hold different files.
-        with (self.path / _LOCK).open("a+") as lock:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                lock.seek(0)
-                holder = lock.read().strip() or "another process"
-                raise ValueError(f"{holder} is training in {self.path}; wait for it, or give another folder") from None
-            lock.truncate(0)
-            lock.write(f"process {os.getpid()} on {socket.gethostname()}")
-            lock.flush()
-            yield
+        is_new = not self.path.exists()
+        while True:
+            self.path.mkdir(parents=True, exist_ok=True)
+            with (self.path / _LOCK).open("a+") as lock:
+                try:
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except BlockingIOError:
+                    lock.seek(0)
+                    holder = lock.read().strip() or "another process"
+                    raise ValueError(
+                        f"{holder} is training in {self.path}; wait for it, or give another folder"
+                    ) from None
+                if not self._is_the_lock(lock.fileno()):
+                    continue
+                lock.truncate(0)
+                lock.write(f"process {os.getpid()} on {socket.gethostname()}")
+                lock.flush()
+                try:
+                    yield
+                finally:
+                    if is_new and not self.config_path.exists():
+                        self._remove_nothing()
+                return
+
+    def _is_the_lock(self, file: int) -> bool:
+        """False where the process that held it has removed it meanwhile: others would lock another file."""
+        try:
+            return os.path.samestat(os.fstat(file), (self.path / _LOCK).stat())
+        except FileNotFoundError:
+            return False
+
+    def _remove_nothing(self) -> None:
+        """Takes away the folder that was made for a run which did not come to be; what else is in it stays."""
+        with contextlib.suppress(OSError):
+            (self.path / _LOCK).unlink()
+            self.path.rmdir()
 
 
 def write_atomically(path: Path, content: bytes) -> None:

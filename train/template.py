@@ -7,6 +7,7 @@ import typing
 from collections.abc import Iterator
 from typing import Any, Literal
 
+from tfm.config import PRESETS
 from train import schema
 from train.config import FROM_TOKENIZERS, TrainConfig
 
@@ -25,6 +26,8 @@ def template() -> str:
         if dataclasses.is_dataclass(field.type):
             section = getattr(TrainConfig(), field.name)
             lines += ["", *_comment(_summary(type(section)), field.type), f"[{field.name}]"]
+            if field.name == "model":
+                lines += [f"# The sizes of {', '.join(PRESETS)}; what is set beside it wins.", "# preset ="]
             lines += _settings(section, f"{field.name}.")
     return "\n".join(lines) + "\n"
 
