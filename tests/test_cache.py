@@ -149,6 +149,14 @@ def test_a_cache_of_one_continuation_a_row_has_no_order_to_change():
         reorder(init_cache(CONFIGS["encoder-decoder"], batch=B, source_length=S, capacity=C), jnp.arange(B))
 
 
+def test_a_cache_is_widened_once_and_to_a_width_that_there_is():
+    cache = init_cache(CONFIGS["encoder-decoder"], batch=B, source_length=S, capacity=C)
+    with pytest.raises(ValueError, match="expected a width of at least 1 and a cache not widened yet, got 0"):
+        widen(cache, 0)
+    with pytest.raises(ValueError, match="got 2 and a cache of 3 hypotheses a row"):
+        widen(widen(cache, 3), 2)
+
+
 @pytest.mark.parametrize("width", [1, 3])
 def test_widened_keys_are_those_of_the_first_hypothesis_which_all_see(width):
     narrow = init_cache(CONFIGS["encoder-decoder"], batch=B, source_length=S, capacity=C)

@@ -183,6 +183,29 @@ def test_pairs_without_a_loss_are_reported(trained, tmp_path, capsys):
     assert "1 with too long a target" in "\n".join(answers(capsys, split))
 
 
+def test_the_loss_is_that_of_the_weights_that_answer(trained, capsys):
+    command = ["evaluate", trained / "run", "--metrics", "loss", "--json", "--weights"]
+    exact, again, rounded = (
+        result(capsys, [*command, weights])["metrics"]["loss"] for weights in ("float32", "float32", "int8")
+    )
+    assert exact == again != rounded
+    assert rounded == pytest.approx(exact, rel=0.05)
+
+
+def test_what_lies_behind_two_dashes_is_text(trained, capsys):
+    run = str(trained / "run")
+    for arguments, texts in {
+        (run, "--", "-dog", "--"): ["-dog", "--"],
+        (run, "--", "--", "-x"): ["--", "-x"],
+        (run, "--", "--"): ["--"],
+        ("--max-tokens", "3", "--", run, "-dog"): ["-dog"],
+        (run, "a", "--", "-a", "--", "-b"): ["a", "-a", "--", "-b"],
+        (run, "a", "--max-tokens", "3", "b", "--"): ["a", "b"],
+    }.items():
+        lines = answers(capsys, ["generate", "--json", *arguments])
+        assert [json.loads(line)["source"] for line in lines] == texts
+
+
 def test_files_to_measure_on_need_not_be_of_the_runs_kind(trained, tmp_path, capsys):
     rows = [line.split("\t") for line in (trained / "test.tsv").read_text().splitlines()]
     (tmp_path / "a.src").write_text("".join(f"{source}\n" for source, _ in rows))

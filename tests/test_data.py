@@ -390,6 +390,10 @@ def test_a_budget_below_one_row_a_slice_is_refused():
     model = MODEL.replace(max_source_length=100)
     with pytest.raises(ValueError, match="expected at least 200, a row of 100 tokens"):
         train_batches(encoded, model, BatchConfig(tokens=199, accumulation_steps=2), seed=0)
+    many = encoded_of([(length, 2) for length in range(1, 40)])
+    with pytest.raises(ValueError, match="expected at least 40, a row of 40 tokens"):
+        train_batches(many, MODEL, BatchConfig(tokens=6, max_shapes=3), seed=0)
+    assert len(train_batches(many, MODEL, BatchConfig(tokens=40, max_shapes=3), seed=0).shapes) == 3
     (shape,) = train_batches(encoded, MODEL, BatchConfig(tokens=208, accumulation_steps=2), seed=0).shapes
     assert (shape.rows, shape.source) == (2, 104)
 

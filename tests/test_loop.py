@@ -107,7 +107,7 @@ def test_a_run_and_what_it_leaves(finished):
     assert (outcome.reason, outcome.step, outcome.steps_made, outcome.exit_status) == ("steps", 30, 30, 0)
     assert outcome.compilations == 2
     assert sorted(path.name for path in run_dir.iterdir()) == [
-        ".lock", "best", "checkpoints", "config.json", "last", "metrics.jsonl", "tensorboard", "tokenizers",
+        ".lock", ".saved", "best", "checkpoints", "config.json", "last", "metrics.jsonl", "tensorboard", "tokenizers",
     ]  # fmt: skip
     rows = recorded_rows(run_dir)
     assert [row["step"] for row in rows if row["split"] == "train"] == [5, 10, 15, 20, 25, 30]
@@ -141,6 +141,27 @@ def test_says_what_it_is_about_to_do_before_the_first_step(finished):
     assert "compiled 2 times, for 2 shapes" in after
     assert "all steps are done; best ter" in after
     assert "reference:" in after
+
+
+def test_a_run_whose_checkpoints_are_gone_is_not_begun_anew(finished, tmp_path: Path):
+    folder, _, _ = finished
+    shutil.copytree(folder / "run", tmp_path / "run")
+    shutil.rmtree(tmp_path / "run" / "checkpoints")
+    before = snapshot(tmp_path / "run")
+    with pytest.raises(ValueError, match=r"no checkpoint is left in .*/run/checkpoints, where there have been some"):
+        run(tiny_config(folder, steps=40), tmp_path)
+    assert snapshot(tmp_path / "run") == before
+
+
+def test_a_resume_that_fails_leaves_the_config_as_it_was(finished, tmp_path: Path):
+    folder, _, _ = finished
+    shutil.copytree(folder / "run", tmp_path / "run")
+    (tmp_path / "run" / "metrics.jsonl").unlink()
+    (tmp_path / "run" / "metrics.jsonl").mkdir()
+    before = (tmp_path / "run" / "config.json").read_bytes()
+    with pytest.raises(OSError, match=r"metrics\.jsonl"):
+        run(tiny_config(folder, steps=40), tmp_path)
+    assert (tmp_path / "run" / "config.json").read_bytes() == before
 
 
 def test_a_complete_run_is_left_alone(finished):

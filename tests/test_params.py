@@ -1,3 +1,4 @@
+import inspect
 import itertools
 
 import jax
@@ -131,6 +132,14 @@ def test_weights_lie_out_in():
     assert layer["feed_forward"]["up"]["weight"].shape == (24, 16)
     assert layer["feed_forward"]["down"]["weight"].shape == (16, 24)
     assert param_shapes(config.replace(shared_embeddings="none"))["output"]["weight"].shape == (V, 16)
+
+
+def test_parameters_are_prepared_once_and_as_something_that_there_is():
+    params = random_params(tiny_config())
+    with pytest.raises(ValueError, match="expected weights 'float32', 'bfloat16' or 'int8', got 'int4'"):
+        inspect.unwrap(prepare_for_inference)(params, "int4")
+    with pytest.raises(ValueError, match="expected parameters as they were trained"):
+        prepare_for_inference(prepare_for_inference(params, "int8"), "int8")
 
 
 @pytest.mark.parametrize("positions", ["sinusoidal", "learned", "t5-bias"])

@@ -56,6 +56,17 @@ def test_the_budget_of_training_does_not_limit_what_is_held_out(tmp_path: Path, 
     assert sum(int((batch.weights.sum(axis=1) > 0).sum()) for batch in prepared.validation) == 2
 
 
+def test_training_pairs_of_which_none_can_be_used_are_reported(tmp_path: Path):
+    file = tmp_path / "blank.tsv"
+    file.write_text("ab\tA B\n" * 3)
+    limits = {"train": (str(file),), "max_target_tokens": 1}
+    with pytest.raises(ValueError, match=r"expected pairs that can be trained on, got: 3 pairs, 0 kept"):
+        prepare(tiny_config(tmp_path, data={**limits, "validation_share": 0.0}, validation={"max_tokens": 1}))
+    file.write_text("ab\t\n" * 3)
+    with pytest.raises(ValueError, match=r"the tokenizer of the target: expected text to train"):
+        prepare(tiny_config(tmp_path, data={"train": (str(file),), "validation_share": 0.0}))
+
+
 def test_held_out_pairs_of_which_none_fits_are_an_error(tmp_path: Path):
     held_out = tmp_path / "held.tsv"
     held_out.write_text("abcdefabc\tA B\n")

@@ -70,7 +70,7 @@ def test_a_row_is_in_the_file_when_record_returns(tmp_path: Path):
     reporter.close()
 
 
-@pytest.mark.parametrize("torn", [b"", b'{"step": 30, "spl', b"\x00\x00\x00", b'{"step": 1}', b"7\n"])
+@pytest.mark.parametrize("torn", [b"", b'{"step": 30, "spl', b"\x00\x00\x00", b'{"step": 1}', b"7"])
 def test_a_resumed_record_has_the_rows_up_to_its_step_and_no_torn_one(tmp_path: Path, torn: bytes):
     rows = [train_row(10), train_row(20), validation_row(20), train_row(30), validation_row(40)]
     make_record(tmp_path, rows)
@@ -82,6 +82,20 @@ def test_a_resumed_record_has_the_rows_up_to_its_step_and_no_torn_one(tmp_path: 
     assert rows_in(tmp_path) == [*rows[:3], train_row(30, again=1.0)]
     assert (tmp_path / "metrics.jsonl").read_bytes().splitlines(keepends=True)[:3] == untouched
     assert sorted(path.name for path in tmp_path.iterdir()) == ["metrics.jsonl", "tensorboard"]
+
+
+def test_lines_that_are_no_rows_stay_where_they_are(tmp_path: Path):
+    make_record(tmp_path, [train_row(10)])
+    foreign = b'mine\n[1]\n{"a": 1}\n{"step": null, "split": "x"}\n{"step": "20", "split": "x"}\n{"step": 3}\n'
+    with (tmp_path / "metrics.jsonl").open("ab") as file:
+        file.write(foreign)
+    before = (tmp_path / "metrics.jsonl").read_bytes()
+    make_record(tmp_path, [train_row(20)], step=10)
+    after = (tmp_path / "metrics.jsonl").read_bytes()
+    assert after.startswith(before)
+    assert json.loads(after[len(before) :]) == train_row(20)
+    assert cut_back(tmp_path / "metrics.jsonl", 10) == [train_row(10)]
+    assert (tmp_path / "metrics.jsonl").read_bytes() == before
 
 
 def test_cutting_back_what_needs_no_cut_leaves_the_file_alone(tmp_path: Path):

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from train.config import BatchConfig
-from train.shapes import MAX_LEVELS, assign_shapes, choose_shapes, size_batches
+from train.shapes import MAX_LEVELS, assign_shapes, check_budget, choose_shapes, size_batches
 
 LENGTHS = st.lists(st.tuples(st.integers(1, 600), st.integers(1, 600)), min_size=1, max_size=200)
 
@@ -96,7 +96,7 @@ def test_batches_hold_their_pairs_within_the_budget(source, target, pairs, token
     longer = max(source, target)
     if tokens < longer * slices:
         with pytest.raises(ValueError, match=f"expected at least {longer * slices}, .* got {tokens}"):
-            size_batches((source, target), pairs, pairs, config)
+            check_budget([(1, 1), (source, target)], config)
         return
     shape = size_batches((source, target), pairs, pairs, config)
     assert shape.rows * longer <= tokens

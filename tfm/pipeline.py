@@ -136,12 +136,14 @@ class TextModel:
         check_params(config, params)
         self.config = config
         self.params = params
+        """As they were trained."""
         self.source_tokenizer = source_tokenizer
         self.target_tokenizer = target_tokenizer
         self.weights: Weights = "int8" if weights == "int8" else compute_dtype(weights)
         dtype = "auto" if weights == "int8" else weights
         self.model: Model = build_model(config, dtype=dtype, attention_kernel=attention_kernel)
-        self._prepared = prepare_for_inference(params, self.weights)
+        self.prepared_params = prepare_for_inference(params, self.weights)
+        """The same on the device, as `weights` says: what answers are made with."""
         self._buckets = Buckets(config, max_batch, max_batch_tokens)
 
     def __repr__(self) -> str:
@@ -287,7 +289,7 @@ class TextModel:
         check_params(self.config, params)
         other = copy.copy(self)
         other.params = params
-        other._prepared = prepare_for_inference(params, self.weights)
+        other.prepared_params = prepare_for_inference(params, self.weights)
         return other
 
     def save(self, folder: str | os.PathLike[str]) -> None:
@@ -340,7 +342,7 @@ class TextModel:
         places[: len(sources)] = indices
         return _generate_rows(
             self.model,
-            self._prepared,
+            self.prepared_params,
             padded,
             lengths,
             limits,

@@ -136,6 +136,8 @@ def _load(folder: Path) -> StoredModel:
 def check_params(config: ModelConfig, params: Params) -> None:
     """Raises ValueError, naming the arrays, if `params` are not exactly those of the model that `config` describes."""
     expected, found = _expected_shapes(config), dict(_flatten(params))
+    if no_arrays := [f"{name} is {type(leaf).__name__}" for name, leaf in found.items() if not hasattr(leaf, "shape")]:
+        raise ValueError(f"expected parameters as they were trained, arrays, got {_some(no_arrays)}")
     missing, extra = sorted(expected.keys() - found.keys()), sorted(found.keys() - expected.keys())
     if missing or extra:
         parts = [f"{what} {_some(names)}" for what, names in (("missing", missing), ("unknown", extra)) if names]

@@ -24,6 +24,8 @@ from train.config import CheckpointConfig
 
 _LOGGER = logging.getLogger(__name__)
 _FORMAT_VERSION = 1
+_WAS_SAVED = ".saved"
+"""Lies beside the checkpoints once one is complete: who loses all of them must not lose what came of them, too."""
 _DAMAGED = "damaged"
 _CHECKSUMS = "checksums.json"
 _POLL_S = 0.005
@@ -107,6 +109,7 @@ class Checkpoints:
         warn: Callable[[str], object] = _LOGGER.warning,
     ) -> None:
         self.folder = Path(folder).absolute()
+        self._was_saved = self.folder.parent / _WAS_SAVED
         self._warn = warn
         self._run = dict(run or {})
         self._wait_limit_s = wait_limit_s
@@ -177,7 +180,8 @@ class Checkpoints:
                 result.
 
         Raises:
-            DamagedCheckpointError: there are checkpoints, and none can be read. Nothing is moved then.
+            DamagedCheckpointError: there are checkpoints, and none can be read, or there have been and none is left.
+                Nothing is moved then.
             ValueError: the checkpoint is whole but does not hold what `template` asks for.
         """
         self.wait()
@@ -197,6 +201,11 @@ class Checkpoints:
                 f"none of the checkpoints {[step for step, _ in reversed(damaged)]} in {self.folder} can be read. "
                 f"Restore the folder from a copy, or move it away to start the run from its beginning. The newest: "
                 f"{damaged[0][1]}"
+            )
+        if self._was_saved.exists():
+            raise DamagedCheckpointError(
+                f"no checkpoint is left in {self.folder}, where there have been some. Restore the folder from a copy, "
+                "or move the run away to start it from its beginning"
             )
         return None
 
@@ -232,7 +241,9 @@ class Checkpoints:
         try:
             self._manager.wait_until_finished()
         except Exception as error:
-            raise OSError(f"the checkpoint of step {step} could not be written to {self.folder}: {error}") from error
+            problem = _first_line(error)
+            raise OSError(f"the checkpoint of step {step} could not be written to {self.folder}: {problem}") from error
+        self._was_saved.touch()
 
     def close(self) -> None:
         """Waits for the save in the background and ends orbax's threads."""
@@ -291,9 +302,13 @@ def _damage_is_named(folder: Path) -> Iterator[None]:
     except (DamagedCheckpointError, PermissionError, MemoryError):
         raise
     except Exception as error:
-        lines = str(error).splitlines() or [""]  # tensorstore appends whole specifications
-        problem = f"{type(error).__name__}: {lines[0][:200]}"
+        problem = f"{type(error).__name__}: {_first_line(error)}"
         raise DamagedCheckpointError(f"the checkpoint {folder} is damaged: {problem}") from error
+
+
+def _first_line(error: Exception) -> str:
+    """What an error says, without the specifications that tensorstore appends."""
+    return (str(error).splitlines() or [""])[0][:200]
 
 
 def _checksums(folder: Path) -> dict[str, tuple[int, int]]:

@@ -131,12 +131,26 @@ class _Parser(argparse.ArgumentParser):
         return [spelt(word) for word in arguments[:end]] + arguments[end:]
 
     def parse(self, arguments: list[str]) -> argparse.Namespace:
-        parsed, unknown = self.parse_known_intermixed_args(self.hyphenated(arguments))
+        """What lies behind `--` is no option, whatever it begins with; in front of it options and words may mix."""
+        end = arguments.index("--") if "--" in arguments else len(arguments)
+        # argparse takes a second `--` away, too, where words and options mix: so it sees none
+        plain = [_NO_OPTION + word for word in arguments[end + 1 :]]
+        parsed, unknown = self.parse_known_intermixed_args(self.hyphenated(arguments[:end]) + plain)
         if unknown:
             options = [option for action in self._actions for option in action.option_strings]
             given = unknown[0].partition("=")[0]
             self.error(f"unknown option {given!r}; the nearest known one is {schema.nearest(given, options)!r}")
-        return parsed
+        return argparse.Namespace(**{name: _as_given(value) for name, value in vars(parsed).items()})
+
+
+_NO_OPTION = "\0"
+"""No argument of a process has this character."""
+
+
+def _as_given(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_as_given(item) for item in value]
+    return type(value)(str(value).removeprefix(_NO_OPTION)) if isinstance(value, str | Path) else value
 
 
 # --- train

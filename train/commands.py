@@ -200,7 +200,7 @@ def _loss(model: TextModel, examples: Examples, batch: BatchConfig) -> tuple[dic
     limits = (model.config.max_source_length, model.config.max_target_length)
     encoded, report = encode_examples(examples, model.source_tokenizer, model.target_tokenizer, *limits)
     batches = eval_batches(encoded, model.config, batch)
-    return held_out_loss(make_eval_step(model.model), model.params, batches), report
+    return held_out_loss(make_eval_step(model.model), model.prepared_params, batches), report
 
 
 def generate(arguments: argparse.Namespace) -> int:

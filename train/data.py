@@ -23,7 +23,7 @@ from tfm.config import ModelConfig
 from tfm.tokenizer import Tokenizer
 from train.config import BatchConfig, DataConfig, TokenizerConfig
 from train.reading import read_examples
-from train.shapes import BatchShape, assign_shapes, choose_shapes, size_batches
+from train.shapes import BatchShape, assign_shapes, check_budget, choose_shapes, size_batches
 from train.tasks import Examples, Splits, held_out_by_hash, load_task
 
 _ENCODED_AT_ONCE = 1 << 16
@@ -83,16 +83,21 @@ def build_tokenizers(config: TokenizerConfig, examples: Examples) -> tuple[Token
     targets = itertools.chain.from_iterable(examples.references)
     if config.shared:
         both = itertools.chain(examples.sources, targets)
-        shared = _tokenizer(config.source_file, both, config.source_kind, config.source_vocab_size)
+        shared = _tokenizer("both sides", config.source_file, both, config.source_kind, config.source_vocab_size)
         return shared, shared
     return (
-        _tokenizer(config.source_file, examples.sources, config.source_kind, config.source_vocab_size),
-        _tokenizer(config.target_file, targets, config.target_kind, config.target_vocab_size),
+        _tokenizer("the source", config.source_file, examples.sources, config.source_kind, config.source_vocab_size),
+        _tokenizer("the target", config.target_file, targets, config.target_kind, config.target_vocab_size),
     )
 
 
-def _tokenizer(file: str, texts: Iterable[str], kind: str, vocab_size: int) -> Tokenizer:
-    return Tokenizer.load(file) if file else Tokenizer.train(texts, kind=kind, vocab_size=vocab_size)
+def _tokenizer(side: str, file: str, texts: Iterable[str], kind: str, vocab_size: int) -> Tokenizer:
+    if file:
+        return Tokenizer.load(file)
+    try:
+        return Tokenizer.train(texts, kind=kind, vocab_size=vocab_size)
+    except ValueError as error:
+        raise ValueError(f"the tokenizer of {side}: {error}") from error
 
 
 @dataclasses.dataclass(frozen=True)
@@ -236,6 +241,7 @@ class _Grouping:
         self._assigned = assign_shapes(sources, targets, shapes)
         pairs = np.bincount(self._assigned, minlength=len(shapes))
         tokens = np.bincount(self._assigned, sources + targets, minlength=len(shapes))
+        check_budget(shapes, batch_config)
         self.shapes: tuple[BatchShape, ...] = tuple(
             size_batches(shape, int(pairs[i]), int(tokens[i]), batch_config) for i, shape in enumerate(shapes)
         )
@@ -288,7 +294,7 @@ class TrainBatches:
 
     def __init__(self, grouping: _Grouping, seed: int) -> None:
         if not grouping.shapes:
-            raise ValueError("expected pairs to train on, got none; see the report of empty and too long pairs")
+            raise ValueError("expected pairs to train on, got none")
         self.shapes = grouping.shapes
         """The cheapest first."""
         self.batches_per_epoch = len(grouping)

@@ -126,7 +126,6 @@ def train(config: TrainConfig, run_dir: str | Path, *, reporter: Reports) -> Out
                 return outcome
             session = _Session(prepare(config, tokenizers), folder, checkpoints, reporter, signals)
             session.restore()
-            folder.write_config(config)
         else:
             prepared = prepare(config)
             config = prepared.config
@@ -199,6 +198,7 @@ class _Session:
         config, first_step = self._config, self._step
         self._introduce()
         self._reporter.start(self._folder.path, step=self._step, total_steps=config.steps)
+        self._folder.write_config(config)  # not before all else has gone well: steps may have changed
         try:
             with self._signals.deferred(), self._compilations:
                 reason = self._loop()

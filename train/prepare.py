@@ -51,6 +51,8 @@ def prepare(config: TrainConfig, tokenizers: tuple[Tokenizer, Tokenizer] | None 
     config = with_tokenizers(config, source, target)
     limits = (config.data.max_source_tokens, config.data.max_target_tokens)
     encoded, report = encode_examples(splits.train, source, target, *limits)
+    if not len(encoded):
+        raise ValueError(f"expected pairs that can be trained on, got: {report}")
     batches = train_batches(encoded, config.model, config.batch, seed=config.seed)
     notes = [f"training: {report}", *batches.describe()]
 

@@ -78,11 +78,11 @@ class Reporter:
         self._metrics = (run_dir / "metrics.jsonl").open("ab", buffering=0)
         seconds = max((row.get("seconds", 0.0) for row in rows), default=0.0)
         self._board_origin = time.time() - seconds
-        for file in (run_dir / "tensorboard").glob("events.out.tfevents.*"):
+        for file in (run_dir / "tensorboard").glob("tfm.out.tfevents.*"):
             file.unlink()
         # The writer without a thread, because a thread that has died of a full disk would block the training for ever.
         (run_dir / "tensorboard").mkdir(exist_ok=True)
-        self._board = EventsWriter(str(run_dir / "tensorboard" / "events"))
+        self._board = EventsWriter(str(run_dir / "tensorboard" / "tfm"))
         for row in rows:
             self._write_board(row)
         if self._console.is_terminal:
@@ -178,23 +178,34 @@ class Reporter:
 def cut_back(path: Path, step: int) -> list[dict[str, Any]]:
     """Drops the rows of `metrics.jsonl` after `step`, and a half-written one, by replacing the file in one move.
 
+    Lines that are no rows of a run stay where they are.
+
     Returns:
         the rows that are left, in order; none where there is no file.
     """
     if not path.exists():
         return []
-    kept: list[tuple[bytes, dict[str, Any]]] = []
+    rows, kept = [], []
     lines = path.read_bytes().splitlines(keepends=True)
     for line in lines:
-        try:
-            row = json.loads(line)
-        except ValueError:
-            continue
-        if line.endswith(b"\n") and isinstance(row, dict) and row.get("step", math.inf) <= step:
-            kept.append((line, row))
+        row = _row(line)
+        if row is not None and row["step"] <= step:
+            rows.append(row)
+        if line.endswith(b"\n") and (row is None or row["step"] <= step):
+            kept.append(line)
     if len(kept) < len(lines):
-        write_atomically(path, b"".join(line for line, _ in kept))
-    return [row for _, row in kept]
+        write_atomically(path, b"".join(kept))
+    return rows
+
+
+def _row(line: bytes) -> dict[str, Any] | None:
+    """A whole row of a run, or None."""
+    try:
+        row = json.loads(line)
+    except ValueError:
+        return None
+    is_row = isinstance(row, dict) and isinstance(row.get("step"), int) and isinstance(row.get("split"), str)
+    return row if is_row and line.endswith(b"\n") else None
 
 
 def _short(text: str) -> str:

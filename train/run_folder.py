@@ -7,6 +7,7 @@
     metrics.jsonl      the record, a row a line
     tensorboard/       the same for TensorBoard
     damaged/           checkpoints that could not be read, if there were any
+    .saved             there have been checkpoints: without one, the run cannot just begin anew
     .lock              held while a process trains here
 
 Tokenizers are written before `config.json` and both before the first step, so a run that has a config is complete.

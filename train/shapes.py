@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -129,6 +130,16 @@ class BatchShape:
     """Of the source and target positions of an epoch's batches of this shape; empty rows are padding."""
 
 
+def check_budget(shapes: Sequence[tuple[int, int]], config: BatchConfig) -> None:
+    """Raises ValueError where the budget does not hold a row of every shape for each accumulation step."""
+    longest, slices = max((max(shape) for shape in shapes), default=0), config.accumulation_steps
+    if config.tokens < longest * slices:
+        raise ValueError(
+            f"batch.tokens: expected at least {longest * slices}, a row of {longest} tokens for each of {slices} "
+            f"accumulation steps, got {config.tokens}"
+        )
+
+
 def size_batches(shape: tuple[int, int], pairs: int, tokens: int, config: BatchConfig) -> BatchShape:
     """Cuts the pairs of one shape into batches within the budget.
 
@@ -139,16 +150,11 @@ def size_batches(shape: tuple[int, int], pairs: int, tokens: int, config: BatchC
         shape: the padded (S, T).
         pairs: that come in this shape; at least one.
         tokens: of all those pairs on both sides, for the share of padding.
-        config: the budget.
+        config: the budget, checked: see `check_budget`.
     """
     longer, slices = max(shape), config.accumulation_steps
     most = config.tokens // longer
     multiple = math.lcm(8, slices) if most >= math.lcm(8, slices) else slices
-    if most < multiple:
-        raise ValueError(
-            f"batch.tokens: expected at least {longer * slices}, a row of {longer} tokens for each of {slices} "
-            f"accumulation steps, got {config.tokens}"
-        )
     batches = -(-pairs // (most // multiple * multiple))
     # Evened out: as many batches, but the last of an epoch is nearly full, too.
     rows = -(-pairs // (batches * multiple)) * multiple

@@ -157,8 +157,14 @@ def widen(cache: Cache, width: int) -> Cache:
 
     Args:
         cache: with one continuation a row.
-        width: W.
+        width: W, at least 1.
+
+    Raises:
+        ValueError: no such width, or the cache was widened before.
     """
+    if width < 1 or cache.ancestors is not None:
+        was = "" if cache.ancestors is None else f" and a cache of {cache.width} hypotheses a row"
+        raise ValueError(f"expected a width of at least 1 and a cache not widened yet, got {width}{was}")
 
     def spread(x: Array) -> Array:
         batch, heads, capacity, dim = x.shape

@@ -34,14 +34,26 @@ def init_params(model: Model, key: KeyArray) -> Params:
     return model.init(key, one_token, one_length, one_token)["params"]
 
 
-@functools.partial(jax.jit, static_argnames="weights")
 def prepare_for_inference(params: Params, weights: Weights) -> Params:
     """Parameters as decoding reads them, to be passed in place of the trained ones: each matrix cast once, not a step.
 
     "bfloat16" is what a model of that dtype rounds its matrices to at every step, and its embeddings too. With "int8"
     the rows of the matrices, and the vectors that they meet, are rounded to 8 bits (`tfm.nn.products.Int8Weight`), a
     quarter of the bytes. Biases, scales and tables of positions stay float32.
+
+    Raises:
+        ValueError: weights that there are not, or parameters that have been prepared as int8 already.
     """
+    if weights not in typing.get_args(Weights):
+        raise ValueError(f"expected weights 'float32', 'bfloat16' or 'int8', got {weights!r}")
+    kept = jax.tree.leaves(params, is_leaf=lambda leaf: isinstance(leaf, Int8Weight))
+    if any(isinstance(leaf, Int8Weight) for leaf in kept):
+        raise ValueError("expected parameters as they were trained, got some that were prepared in int8 already")
+    return _prepare(params, weights)
+
+
+@functools.partial(jax.jit, static_argnames="weights")
+def _prepare(params: Params, weights: Weights) -> Params:
 
     def prepare(path: tuple[Any, ...], leaf: Any) -> Any:
         names = {key.key for key in path}
