@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from tfm.batch import Batch, make_batch
     from tfm.config import PRESETS, ModelConfig, preset
     from tfm.decoding.beam import BeamSearch, NBest
+    from tfm.decoding.constraints import Constraints
     from tfm.decoding.generate import Generation, generate, generate_n_best
     from tfm.decoding.inference import decode_step, prefill
     from tfm.decoding.sampling import Greedy, Sampling
@@ -26,6 +27,7 @@ _HOMES = {
     "tfm.batch": ("Batch", "make_batch"),
     "tfm.config": ("PRESETS", "ModelConfig", "preset"),
     "tfm.decoding.beam": ("BeamSearch", "NBest"),
+    "tfm.decoding.constraints": ("Constraints",),
     "tfm.decoding.generate": ("Generation", "generate", "generate_n_best"),
     "tfm.decoding.inference": ("decode_step", "prefill"),
     "tfm.decoding.sampling": ("Greedy", "Sampling"),
@@ -43,7 +45,7 @@ __all__ = [  # noqa: RUF022 - grouped by module, as above
     "Batch", "make_batch",
     "PRESETS", "ModelConfig", "preset",
     "BeamSearch", "NBest", "Generation", "generate", "generate_n_best", "decode_step", "prefill", "Greedy", "Sampling",
-    "Scores", "score",
+    "Constraints", "Scores", "score",
     "Cache", "cache_bytes", "count_params", "init_params",
     "DecoderOnly", "EncoderDecoder", "build_model",
     "Answer", "TextModel", "load",
