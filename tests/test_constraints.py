@@ -295,9 +295,8 @@ def assert_honoured(found, constraints, limits, prompts=None):
 def test_every_rule_is_honoured_and_none_compiles_when_it_changes(config, decoder):
     found, made = run(config, decoder)
     met = assert_honoured(found, ALL_RULES, LIMITS)
-    shuffled = {
-        f.name: np.asarray(getattr(ALL_RULES, f.name))[[2, 0, 3, 1]] for f in dataclasses.fields(ALL_RULES)
-    }  # fmt: skip
+    shuffled = {f.name: np.asarray(getattr(ALL_RULES, f.name))[[2, 0, 3, 1]] for f in dataclasses.fields(ALL_RULES)}
+    shuffled |= {name: getattr(ALL_RULES, name) for name in ("min_ratio", "max_ratio")}  # which fit the sources
     changes = [
         {"seed": 1},
         {"seed": 2},
@@ -578,6 +577,10 @@ def test_a_narrow_beam_places_phrases_where_they_fit():
         (
             {"required_phrases": [[3, 4]], "banned_tokens": np.arange(V) == 4},
             "expected required_phrases without banned tokens, got 4 in one",
+        ),
+        (
+            {"required_phrases": [[3, 4, 5]], "banned_phrases": [[4, 5], [6, -1]]},
+            r"expected required_phrases without banned ones, got \[4, 5\] in \[3, 4, 5\]",
         ),
     ],
 )

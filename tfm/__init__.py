@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from tfm.nn.transformer import DecoderOnly, EncoderDecoder, build_model
     from tfm.pipeline import Answer, TextModel, load
     from tfm.store import StoredModel, load_model, save_model
+    from tfm.text_constraints import TextConstraints
     from tfm.tokenizer import Tokenizer
 
 _HOMES = {
@@ -37,6 +38,7 @@ _HOMES = {
     "tfm.nn.transformer": ("DecoderOnly", "EncoderDecoder", "build_model"),
     "tfm.pipeline": ("Answer", "TextModel", "load"),
     "tfm.store": ("StoredModel", "load_model", "save_model"),
+    "tfm.text_constraints": ("TextConstraints",),
     "tfm.tokenizer": ("Tokenizer",),
 }
 _HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
@@ -50,7 +52,7 @@ __all__ = [  # noqa: RUF022 - grouped by module, as above
     "DecoderOnly", "EncoderDecoder", "build_model",
     "Answer", "TextModel", "load",
     "StoredModel", "load_model", "save_model",
-    "Tokenizer",
+    "TextConstraints", "Tokenizer",
 ]  # fmt: skip
 
 

@@ -101,7 +101,7 @@ class Constraints:
         _check_against_each_other(known, end_id)
         return Constraints(**fields) if fields else None
 
-    def check_room(self, limits: Array, source_lengths: Array) -> None:
+    def check_room(self, limits: Int[Array | np.ndarray, "B"], source_lengths: Int[Array | np.ndarray, "B"]) -> None:
         """Raises ValueError where a row that may have tokens is to have more than it may, as far as values are known.
 
         Args:
@@ -424,3 +424,16 @@ def _check_against_each_other(known: dict[str, np.ndarray], end_id: int) -> None
         forbidden = np.take_along_axis(banned[:, None], np.maximum(required, 0), axis=2) & (required >= 0)
         if forbidden.any():
             raise ValueError(f"expected required_phrases without banned tokens, got {required[forbidden][0]} in one")
+    if (banned := known.get("banned_phrases")) is not None:
+        for phrases in np.unique(np.concatenate([_joined(required), _joined(banned)], axis=1), axis=0):
+            ours, theirs = np.split(phrases, [required[0].size])
+            texts = [[t for t in phrase if t >= 0] for phrase in ours.reshape(required.shape[1:]).tolist()]
+            for phrase in theirs.reshape(banned.shape[1:]).tolist():
+                phrase = [t for t in phrase if t >= 0]
+                starts = [(text, i) for text in texts for i in range(len(text) - len(phrase) + 1) if phrase]
+                if inside := [text for text, i in starts if text[i : i + len(phrase)] == phrase]:
+                    raise ValueError(f"expected required_phrases without banned ones, got {phrase} in {inside[0]}")
+
+
+def _joined(phrases: np.ndarray) -> np.ndarray:
+    return phrases.reshape(len(phrases), -1)
