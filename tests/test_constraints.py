@@ -15,7 +15,7 @@ from tiny_models import V, compiled_fast, random_ids, random_params, tiny_config
 from tolerances import assert_close, assert_same_bits
 
 from tfm.decoding.beam import BeamSearch, beam_search
-from tfm.decoding.constraints import Constraints
+from tfm.decoding.constraints import LAST_RESORT, Constraints
 from tfm.decoding.generate import generate, generate_n_best
 from tfm.decoding.sampling import Greedy, Sampling
 from tfm.decoding.score import score
@@ -102,15 +102,17 @@ class Row:
         )
 
     def allowed(self, output, vocab_size=V):
-        """The tokens that may come next."""
+        """The tokens that may come next; the end token, where none may."""
+        return self.choices(output, vocab_size) or [self.end_id]
+
+    def choices(self, output, vocab_size=V):
         missing = sum(map(len, self.missing(output)))
         progress = [self.progress(output, token) for token in range(vocab_size)]
         room = self.limit - 1 - len(output)
         least = min(max(missing - (room - 1), 0), max(progress))
         if 0 < self.no_repeat_ngram < max(progress):
             least = max(progress)
-        may = [t for t in range(vocab_size) if not self.is_banned(output, t) and progress[t] >= least]
-        return may or [self.end_id]
+        return [t for t in range(vocab_size) if not self.is_banned(output, t) and progress[t] >= least]
 
 
 def contains(text, phrase):
@@ -152,6 +154,17 @@ def rules_program():
 few = st.integers(0, 5).map(lambda token: token if token != END else 6)  # few tokens, so that much matches
 
 
+def without(banned, required):
+    """The banned phrases, [B, P, M], without those that are within a required one of their row."""
+    kept = banned.copy()
+    for row, phrases in enumerate(banned.tolist()):
+        for i, phrase in enumerate(phrases_of(phrases)):
+            at = [j for j, padded in enumerate(phrases) if padded[0] >= 0][i]
+            if any(contains(other, phrase) for other in phrases_of(required[row].tolist())):
+                kept[row, at] = -1
+    return kept
+
+
 @st.composite
 def constraints_drawn(draw):
     def phrases(most):
@@ -173,7 +186,7 @@ def constraints_drawn(draw):
         repetition_penalty=numbers(st.sampled_from([0.8, 1.0, 1.3, 5.0])),
         no_repeat_ngram=numbers(st.integers(0, 4)),
         banned_tokens=banned,
-        banned_phrases=phrases(3),
+        banned_phrases=without(phrases(3), required),
         required_phrases=required,
     )
 
@@ -200,7 +213,8 @@ def test_what_may_come_is_what_the_statement_says(constraints, text, step, limit
         allowed = row.allowed(so_far)
         assert np.flatnonzero(np.isfinite(found.logits[i])).tolist() == allowed
         reweighted = row.reweighted(logits[i], so_far)
-        assert_close(found.logits[i, np.array(allowed)], reweighted[allowed])
+        last_resort = 0 if row.choices(so_far) else LAST_RESORT
+        assert_close(found.logits[i, np.array(allowed)], reweighted[allowed] - last_resort)
         assert_close(found.log_z[i, 0], np.log(np.exp(reweighted).sum()))
         # nothing that is wanted is less than what is under way
         done = sum(map(len, row.required_phrases)) - sum(map(len, row.missing(so_far)))
@@ -451,11 +465,12 @@ def exhaustive(table, row):
             return
         logits = table[prefix].astype(np.float64)
         reweighted = row.reweighted(logits, output)
+        log_z = np.log(np.exp(reweighted).sum()) + (0 if row.choices(output, SMALL_V) else LAST_RESORT)
         for token in row.allowed(output, SMALL_V):
             grow(
                 [*output, token],
                 prefix * SMALL_V + token + 1,
-                ranked + reweighted[token] - np.log(np.exp(reweighted).sum()),
+                ranked + reweighted[token] - log_z,
                 log_prob + logits[token] - np.log(np.exp(logits).sum()),
             )
 
@@ -478,7 +493,7 @@ def small_rules(draw):
         min_tokens=np.array(draw(st.lists(st.integers(0, 3), min_size=3, max_size=3))),
         repetition_penalty=np.array(draw(st.lists(st.sampled_from([1.0, 1.5]), min_size=3, max_size=3))),
         no_repeat_ngram=np.array(draw(st.lists(st.integers(0, 2), min_size=3, max_size=3))),
-        banned_phrases=np.array(draw(st.lists(phrase, min_size=3, max_size=3))).reshape(3, 1, 2),
+        banned_phrases=without(np.array(draw(st.lists(phrase, min_size=3, max_size=3))).reshape(3, 1, 2), required),
         required_phrases=required,
     )
 
@@ -515,9 +530,12 @@ def test_a_beam_that_is_wide_enough_finds_what_exhaustive_search_finds(seed, dra
         there = best.scores[i] > -np.inf
         assert there.sum() == len(expected)
         assert_close(best.scores[i][there], [score for score, _, _ in expected])
-        assert_close(best.log_probs[i][there], [log_prob for _, log_prob, _ in expected])
-        for j, (_, _, tokens) in enumerate(expected):
-            assert best.tokens[i, j, : best.lengths[i, j]].tolist() == tokens
+        met = np.array([value > -LAST_RESORT / 2 for value, _, _ in expected])
+        log_probs = np.array([log_prob for _, log_prob, _ in expected])
+        assert_close(best.log_probs[i][there][met], log_probs[met])
+        for j, (value, _, tokens) in enumerate(expected):
+            if value > -LAST_RESORT / 2:  # float32 does not tell apart those behind
+                assert best.tokens[i, j, : best.lengths[i, j]].tolist() == tokens
 
 
 def test_a_narrow_beam_places_phrases_where_they_fit():

@@ -51,6 +51,7 @@ def test_answers_follow_the_rules(architecture, sampler):
         assert len(answer.tokens) >= 9
         assert contains(answer, "e f g")
         assert "e f g" in answer.text
+        assert len(answer.text.split()) == len(answer.tokens)  # none of which is no text
         assert contains(answer, "h")
         assert not any(contains(answer, phrase) for phrase in ("a b", "c", "d"))
         triples = [tuple(answer.tokens[i : i + 3]) for i in range(len(answer.tokens) - 2)]

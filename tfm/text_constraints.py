@@ -17,8 +17,11 @@ from tfm.tokenizer import Tokenizer
 @typing.no_type_check  # its values are checked when they are used, with errors that say more
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TextConstraints:
-    """Rules for the answer to a text; those left out change nothing. A prefix of the answer counts for repetition and
-    for banned phrases, and not for lengths and required phrases, which are of what follows it.
+    """Rules for the answer to a text. Those left out change nothing; where there is any, tokens that are no text, such
+    as the unknown one, do not come.
+
+    A prefix of the answer counts for repetition and for banned phrases, and not for lengths and required phrases, which
+    are of what follows it.
     """  # fmt: skip
 
     min_tokens: int = 0
@@ -74,15 +77,18 @@ def encode_constraints(
     rows = {field.name: [getattr(one, field.name) for one in given] for field in dataclasses.fields(TextConstraints)}
     neutral = TextConstraints()
     fields = {name: _numbers(name, values) for name, values in rows.items() if not name.endswith("phrases")}
-    used: dict[str, typing.Any] = {
-        name: values for name, values in fields.items() if np.any(values != getattr(neutral, name))
-    }
     banned = [
         [ids for phrase in _texts(row) for ids in _spellings(phrase, tokenizer)] for row in rows["banned_phrases"]
     ]
     required = [[_spelling_within(phrase, tokenizer) for phrase in _texts(row)] for row in rows["required_phrases"]]
     phrases = {"banned_phrases": banned, "required_phrases": required}
-    used |= {name: _padded(lists) for name, lists in phrases.items() if any(lists)}
+    rules = {name: values != getattr(neutral, name) for name, values in fields.items()}
+    rules |= {name: np.array([bool(row) for row in lists]) for name, lists in phrases.items()}
+    has_rules = np.any(list(rules.values()), axis=0)
+    used: dict[str, typing.Any] = {name: fields[name] for name in fields if rules[name].any()}
+    used |= {name: _padded(phrases[name]) for name in phrases if rules[name].any()}
+    if has_rules.any():
+        used["banned_tokens"] = has_rules[:, None] & _is_no_text(tokenizer, config)[None]
     return Constraints(**used).as_arrays(batch=len(given), vocab_size=config.target_vocab_size, end_id=config.end_id)
 
 
@@ -106,6 +112,16 @@ def known_ids(what: str, texts: list[typing.Any], tokenizer: Tokenizer) -> list[
         if tokenizer.unk_id in ids:
             raise ValueError(f"expected a {what} that the tokenizer knows, got {text!r}")
     return encoded
+
+
+def _is_no_text(tokenizer: Tokenizer, config: ModelConfig) -> np.ndarray:
+    """[V], True for ids that `Tokenizer.decode` leaves out, without the end token.
+
+    Between two tokens of a banned phrase such an id would leave the phrase in the text, and count as a token of it.
+    """
+    ids = np.arange(config.target_vocab_size)
+    special = [id_ for id_ in (config.pad_id, config.start_id, tokenizer.unk_id) if id_ is not None]
+    return (np.isin(ids, special) | (ids >= tokenizer.vocab_size)) & (ids != config.end_id)
 
 
 def _texts(phrases: typing.Any) -> list[typing.Any]:

@@ -97,7 +97,8 @@ class NBest:
     log_probs: Float[Array, "B R"]
     """log P: the sum of the tokens' log-probabilities under the model as it is, whatever the rules made of it."""
     scores: Float[Array, "B R"]
-    """What ranks them: log P / lp(length), log P being that of the rules, which differs with a repetition penalty."""
+    """What ranks them: log P / lp(length). With a repetition penalty log P is that of the logits which it leaves, and a
+    hypothesis that ended because rules left nothing else is far below all others."""
     finished: Bool[Array, "B R"]
     """True where the hypothesis ended with the end token, False where its limit of tokens cut it off."""
 

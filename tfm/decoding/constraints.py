@@ -3,7 +3,7 @@
 A rule is a field of `Constraints`. Its numbers and ids are traced, so that changing them compiles nothing; a field that
 is None is no part of the program. At each step the rules turn the model's logits into others, from which greedy
 decoding, sampling and beam search choose: a token that may not come has -inf. Where nothing is left, the end token
-comes. What is reported stays the model's own log-probability.
+comes, and beam search ranks such a hypothesis behind all others. What is reported is the model's own log-probability.
 
 Nothing is remembered between steps but the tokens themselves, so a hypothesis may become the continuation of any other.
 All matching is one question, asked of the text so far, of banned and of required phrases (`_agree`): at which positions
@@ -31,6 +31,10 @@ from tfm.nn.transformer import join
 
 PENALTY_RANGE = (0.01, 100.0)
 """Of a repetition penalty: logits stay finite in float32."""
+
+LAST_RESORT = 1e4
+"""What the end token's logit loses where it comes because nothing else may: in beam search any other hypothesis is
+better."""
 
 _ROUNDING = 1e-3
 """Of a ratio times a length: float32 makes 6.9999999 or 7.0000002 of 0.7 · 10, which is 7 tokens."""
@@ -238,8 +242,8 @@ class Rules:
         if required is not None:
             allowed &= ~(is_end & (required.missing > 0)[:, None])
             allowed &= required.progress >= required.least(self.limits - 1 - step, n)[:, None]
-        allowed = jnp.where(allowed.any(axis=-1, keepdims=True), allowed, is_end)
-        logits = jnp.where(allowed, logits, -jnp.inf)
+        ends_unmet = is_end & ~allowed.any(axis=-1, keepdims=True)
+        logits = jnp.where(allowed, logits, jnp.where(ends_unmet, logits - LAST_RESORT, -jnp.inf))
         if required is None:
             return Constrained(logits, log_z)
         return Constrained(logits, log_z, required.done[:, None] + required.progress, required.wanted(vocab_size))
