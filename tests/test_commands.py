@@ -244,6 +244,35 @@ def test_scores_json_and_table_show_the_same_answers(trained, capsys):
     assert all(word in table for word in ("abc", "bad", "score", plain[0].split()[0] if plain[0] else ""))
 
 
+@pytest.mark.parametrize("search", [[], ["--beams", "3"]], ids=["greedy", "beams"])
+def test_rules_hold_on_the_command_line(search, trained, capsys):
+    rules = ["--ban", "A", "B C", "--require", "F E", "--ban", "D", "--prefix", "A B", "--max-tokens", "9"]
+    numbers = ["--min-tokens", "4", "--no-repeat-ngram", "2", "--repetition-penalty", "1.2"]
+    lines = answers(capsys, ["generate", trained / "run", "abc", "", "bad", *search, *rules, *numbers])
+    assert lines[1] == ""
+    for line in lines[::2]:
+        assert line.startswith("A B ")
+        assert "F E" in line
+        assert len(line.split()) >= 2 + 4
+        assert not any(phrase in line for phrase in ("B C", "D"))
+        assert line.count("A") == 1
+    pairs = [list(zip(line.split(), line.split()[1:], strict=False)) for line in lines]
+    assert all(len(set(pair)) == len(pair) for pair in pairs)
+
+
+def test_rules_that_cannot_be_are_one_line(trained, capsys):
+    for rules, message in (
+        (["--ban", ""], "expected a phrase of at least one token"),
+        (["--require", "Z"], "expected a phrase that the tokenizer knows, got 'Z'"),
+        (["--prefix", "Z"], "expected a prefix that the tokenizer knows, got 'Z'"),
+        (["--min-tokens=-1"], "expected min_tokens a whole number"),
+        (["--require", "A", "--ban", "A"], "without banned ones"),
+    ):
+        for texts in (["abc"], [" "]):
+            assert main(["generate", str(trained / "run"), *texts, *rules]) == 2
+            assert message in errors(capsys)
+
+
 def test_beams_give_as_many_lines_a_line_as_are_asked_for(trained, capsys):
     run = trained / "run"
     search = [run, "--beams", "3", "--alpha", "0", "--scores", "abc", "", "bad"]

@@ -221,8 +221,8 @@ def shapes(monkeypatch):
         seen.append((*source.shape, capacity))
         return original(model, params, source, *args, capacity=capacity)
 
-    original = pipeline._generate_rows
-    monkeypatch.setattr(pipeline, "_generate_rows", spy)
+    original = pipeline.generate_rows
+    monkeypatch.setattr(pipeline, "generate_rows", spy)
     return seen
 
 

@@ -13,6 +13,7 @@ import warnings; warnings.simplefilter("error")
 import jax, numpy as np
 from tfm.config import preset
 from tfm.decoding.beam import BeamSearch
+from tfm.decoding.constraints import Constraints
 from tfm.decoding.generate import generate, generate_n_best
 from tfm.nn.params import init_params
 from tfm.nn.transformer import build_model
@@ -33,7 +34,18 @@ assert {leaf.dtype.name for leaf in jax.tree.leaves(params)} == {"float32"}
 source, lengths = np.array([[4, 5, 2], [6, 2, 0]]), np.array([3, 2])
 greedy = generate(model, params, source, source_lengths=lengths, max_tokens=5)
 best = generate_n_best(model, params, source, source_lengths=lengths, max_tokens=5, search=BeamSearch(width=2))
-for found in (greedy, best):
+rules = dict(
+    constraints=Constraints(
+        min_tokens=1, min_ratio=0.5, max_ratio=2.0, repetition_penalty=1.2, no_repeat_ngram=2,
+        banned_tokens=np.zeros(config.target_vocab_size, bool), banned_phrases=np.array([[5, 6]]),
+        required_phrases=np.array([[4, -1]]),
+    ),
+    prompt=np.array([[1, 4], [1, 5]]), source_lengths=lengths,
+)
+ruled = generate(model, params, source, max_tokens=5, **rules)
+ruled_best = generate_n_best(model, params, source, max_tokens=5, search=BeamSearch(width=2), **rules)
+assert all(4 in row for row in [*ruled.tokens.tolist(), *ruled_best.tokens[:, 0].tolist()])
+for found in (greedy, best, ruled, ruled_best):
     assert {leaf.dtype.name for leaf in jax.tree.leaves(found)} == {"int32", "float32", "bool"}
 
 save_model(sys.argv[4], config, params, tokenizer, tokenizer)

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from tfm.batch import Batch, make_batch
     from tfm.config import PRESETS, ModelConfig, preset
     from tfm.decoding.beam import BeamSearch, NBest
+    from tfm.decoding.constraints import Constraints
     from tfm.decoding.generate import Generation, generate, generate_n_best
     from tfm.decoding.inference import decode_step, prefill
     from tfm.decoding.sampling import Greedy, Sampling
@@ -20,12 +21,14 @@ if TYPE_CHECKING:
     from tfm.nn.transformer import DecoderOnly, EncoderDecoder, build_model
     from tfm.pipeline import Answer, TextModel, load
     from tfm.store import StoredModel, load_model, save_model
+    from tfm.text_constraints import TextConstraints
     from tfm.tokenizer import Tokenizer
 
 _HOMES = {
     "tfm.batch": ("Batch", "make_batch"),
     "tfm.config": ("PRESETS", "ModelConfig", "preset"),
     "tfm.decoding.beam": ("BeamSearch", "NBest"),
+    "tfm.decoding.constraints": ("Constraints",),
     "tfm.decoding.generate": ("Generation", "generate", "generate_n_best"),
     "tfm.decoding.inference": ("decode_step", "prefill"),
     "tfm.decoding.sampling": ("Greedy", "Sampling"),
@@ -35,6 +38,7 @@ _HOMES = {
     "tfm.nn.transformer": ("DecoderOnly", "EncoderDecoder", "build_model"),
     "tfm.pipeline": ("Answer", "TextModel", "load"),
     "tfm.store": ("StoredModel", "load_model", "save_model"),
+    "tfm.text_constraints": ("TextConstraints",),
     "tfm.tokenizer": ("Tokenizer",),
 }
 _HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
@@ -43,12 +47,12 @@ __all__ = [  # noqa: RUF022 - grouped by module, as above
     "Batch", "make_batch",
     "PRESETS", "ModelConfig", "preset",
     "BeamSearch", "NBest", "Generation", "generate", "generate_n_best", "decode_step", "prefill", "Greedy", "Sampling",
-    "Scores", "score",
+    "Constraints", "Scores", "score",
     "Cache", "cache_bytes", "count_params", "init_params",
     "DecoderOnly", "EncoderDecoder", "build_model",
     "Answer", "TextModel", "load",
     "StoredModel", "load_model", "save_model",
-    "Tokenizer",
+    "TextConstraints", "Tokenizer",
 ]  # fmt: skip
 
 

@@ -18,6 +18,7 @@ R    hypotheses that are returned for each source
 ==== =============================================================================
 
 Two more appear where an array has two unrelated lengths: Q, the queries' length, and M, the keys' length (memory).
+And P is a number of phrases, M then the length to which they are padded.
 """
 
 import jax

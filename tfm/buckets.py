@@ -38,13 +38,16 @@ class Buckets:
     max_batch: int
     max_batch_tokens: int
 
-    def batches(self, lengths: Sequence[int], max_tokens: int | None, width: int) -> Iterator[tuple[list[int], Shape]]:
+    def batches(
+        self, lengths: Sequence[int], max_tokens: int | None, width: int, prompt_length: int = 1
+    ) -> Iterator[tuple[list[int], Shape]]:
         """Groups sources of one bucket, the longest first, so that they also end at about the same time.
 
         Args:
             lengths: of the sources in tokens, end token included.
             max_tokens: the most new tokens; None: as many as a bucket has room for.
             width: hypotheses that are followed at once for each source.
+            prompt_length: what the decoder's first tokens are padded to, the start token among them.
 
         Returns:
             The indices of each batch's sources, and its shape.
@@ -53,17 +56,18 @@ class Buckets:
         for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
             buckets.setdefault(self._source_length(lengths[i]), []).append(i)
         for source_length, members in buckets.items():
-            capacity = self._capacity(source_length, max_tokens)
+            capacity = self._capacity(source_length, max_tokens) + prompt_length - 1
+            capacity = min(capacity, self.config.max_target_length)
             start = 0
             for size in _cut(len(members), self._most_rows(source_length, capacity, width)):
-                yield members[start : start + size], Shape(_power_of_two(size), source_length, capacity)
+                yield members[start : start + size], Shape(power_of_two(size), source_length, capacity)
                 start += size
 
     def shapes(self, sizes: Iterable[int], lengths: Iterable[int], max_tokens: int | None, width: int) -> list[Shape]:
         """Every shape of requests for so many sources of one bucket, so long, with `max_tokens` or fewer."""
         sizes = list(sizes)
         shapes = {
-            Shape(_power_of_two(rows), source_length, capacity)
+            Shape(power_of_two(rows), source_length, capacity)
             for source_length in {self._source_length(length) for length in lengths}
             for capacity in self._capacities(source_length, max_tokens)
             for size in sizes
@@ -73,13 +77,13 @@ class Buckets:
 
     def _source_length(self, length: int) -> int:
         """What a source of this length is padded to."""
-        return min(max(_power_of_two(length), _SHORTEST_SOURCE), self.config.max_source_length)
+        return min(max(power_of_two(length), _SHORTEST_SOURCE), self.config.max_source_length)
 
     def _capacity(self, source_length: int, max_tokens: int | None) -> int:
         """Target tokens that the cache has room for beside a source padded to `source_length`."""
         capacity = 2 * source_length + 32
         if max_tokens is not None and max_tokens > capacity:
-            capacity = _power_of_two(max_tokens)
+            capacity = power_of_two(max_tokens)
         return min(capacity, self.config.max_target_length)
 
     def _capacities(self, source_length: int, max_tokens: int | None) -> Iterator[int]:
@@ -95,7 +99,7 @@ class Buckets:
         return 1 << (max(within, 1).bit_length() - 1)
 
 
-def _power_of_two(number: int) -> int:
+def power_of_two(number: int) -> int:
     """The least power of two that is at least `number`."""
     return 1 << (number - 1).bit_length()
 

@@ -5,6 +5,7 @@
     model(["a", "b"], max_tokens=20)                      # many, in the order given
     model.generate(["a"], sampler=Sampling(), seed=1)     # with scores, ids and whether the model ended by itself
     model.generate_n_best(["a"], sampler=BeamSearch(width=8, num_best=5))
+    model.generate(["a"], prefixes=["b"], constraints=TextConstraints(required_phrases=["c d"]))
 
 XLA compiles for shapes, so shapes are few: see `tfm.buckets`. All else is traced: lengths, `max_tokens`, the sampler's
 numbers, the seed, the parameters.
@@ -17,7 +18,6 @@ are as near to each other, the other may come.
 
 import copy
 import dataclasses
-import functools
 import operator
 import os
 import typing
@@ -25,27 +25,23 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple, SupportsIndex, overload
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
-from tfm.axes import Array, Bool, Float, Int
-from tfm.buckets import Buckets, Shape
+from tfm.buckets import Buckets, Shape, power_of_two
 from tfm.config import ModelConfig
 from tfm.decoding.beam import BeamSearch
-from tfm.decoding.generate import generate, generate_n_best
-from tfm.decoding.sampling import Greedy, Sampler, Sampling
+from tfm.decoding.constraints import Constraints
+from tfm.decoding.requests import Decoding, Made, generate_rows, traceable, width_of
+from tfm.decoding.sampling import Greedy
 from tfm.nn.attention import Kernel
 from tfm.nn.layers import compute_dtype
 from tfm.nn.params import Params, Weights, prepare_for_inference
 from tfm.nn.transformer import Model, build_model
 from tfm.store import check_params, check_tokenizers, load_model, save_model
+from tfm.text_constraints import EachText, TextConstraints, encode_constraints, known_ids, rows_of
 from tfm.tokenizer import Tokenizer
 
 _MAX_SEED = 2**32 - 1
-
-
-Decoding = Sampler | BeamSearch
-"""How the tokens of an answer are chosen."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,9 +50,10 @@ class Answer:
 
     text: str
     score: float
-    """Sum of the log-probabilities, natural, of all tokens generated, the end token included."""
+    """Sum of the log-probabilities, natural, of all tokens generated, the end token included and a prefix not; the
+    model's own, whatever constraints made of them."""
     tokens: list[int]
-    """The ids of `text`, without the end token."""
+    """The ids of `text`, a prefix included, without the end token."""
     finished: bool
     """True where the model ended by itself, False where the limit of tokens cut it off."""
 
@@ -154,7 +151,14 @@ class TextModel:
 
     @overload  # overlapping, because a str is an Iterable[str] too
     def __call__(  # type: ignore[overload-overlap]
-        self, texts: str, *, max_tokens: SupportsIndex | None = ..., sampler: Decoding = ..., seed: SupportsIndex = ...
+        self,
+        texts: str,
+        *,
+        max_tokens: SupportsIndex | None = ...,
+        sampler: Decoding = ...,
+        seed: SupportsIndex = ...,
+        constraints: EachText | None = ...,
+        prefixes: Sequence[str] | None = ...,
     ) -> str: ...
 
     @overload
@@ -165,6 +169,8 @@ class TextModel:
         max_tokens: SupportsIndex | None = ...,
         sampler: Decoding = ...,
         seed: SupportsIndex = ...,
+        constraints: EachText | None = ...,
+        prefixes: Sequence[str] | None = ...,
     ) -> list[str]: ...
 
     def __call__(
@@ -174,11 +180,15 @@ class TextModel:
         max_tokens: SupportsIndex | None = None,
         sampler: Decoding = Greedy(),  # noqa: B008 - frozen and without state
         seed: SupportsIndex = 0,
+        constraints: EachText | None = None,
+        prefixes: Sequence[str] | None = None,
     ) -> str | list[str]:
         """The answer to one text, or the answers to several in the order given. Arguments are those of `generate`."""
-        if isinstance(texts, str):
-            return self.generate([texts], max_tokens=max_tokens, sampler=sampler, seed=seed)[0].text
-        return [answer.text for answer in self.generate(texts, max_tokens=max_tokens, sampler=sampler, seed=seed)]
+        several = [texts] if isinstance(texts, str) else texts
+        answers = self.generate(
+            several, max_tokens=max_tokens, sampler=sampler, seed=seed, constraints=constraints, prefixes=prefixes
+        )
+        return answers[0].text if isinstance(texts, str) else [answer.text for answer in answers]
 
     def generate(
         self,
@@ -187,6 +197,8 @@ class TextModel:
         max_tokens: SupportsIndex | None = None,
         sampler: Decoding = Greedy(),  # noqa: B008 - frozen and without state
         seed: SupportsIndex = 0,
+        constraints: EachText | None = None,
+        prefixes: Sequence[str] | None = None,
     ) -> list[Answer]:
         """Answers every text.
 
@@ -196,15 +208,22 @@ class TextModel:
                 or the model's limit where that is less.
             sampler: picks the tokens; or a beam search, of which the best hypothesis is taken.
             seed: for a sampler that draws; each text's own random key comes from it and the text's place in `texts`.
+            constraints: what may and must come, for all texts or for each its own. What they change compiles nothing,
+                but which kinds of rules there are, and how many phrases and how long, to the next power of two.
+            prefixes: what each answer begins with, of which `max_tokens` counts nothing; "" for nothing. A prefix and
+                what follows have at most the model's `max_target_length` tokens, padding of the prefix to a power of
+                two counted.
 
         Returns:
             One answer a text, in order.
 
         Raises:
-            ValueError: an argument is out of range, or a text is not a `str` or is longer than the model accepts; it
-                says which, before any text is answered.
+            ValueError: an argument is out of range, or a text is not a `str` or is longer than the model accepts, or
+                more is required of an answer than it may have tokens; it says which, before any text is answered.
         """
-        answers = self.generate_n_best(texts, max_tokens=max_tokens, sampler=sampler, seed=seed)
+        answers = self.generate_n_best(
+            texts, max_tokens=max_tokens, sampler=sampler, seed=seed, constraints=constraints, prefixes=prefixes
+        )
         return [best for best, *_ in answers]
 
     def generate_n_best(
@@ -214,6 +233,8 @@ class TextModel:
         max_tokens: SupportsIndex | None = None,
         sampler: Decoding = BeamSearch(num_best=4),  # noqa: B008 - frozen and without state
         seed: SupportsIndex = 0,
+        constraints: EachText | None = None,
+        prefixes: Sequence[str] | None = None,
     ) -> list[list[Answer]]:
         """Answers every text several times.
 
@@ -227,16 +248,23 @@ class TextModel:
             raise ValueError(f"expected several texts, got {texts!r}; put one text into a list")
         texts = list(texts)
         max_tokens = self._checked_max_tokens(max_tokens)
-        sampler = _traceable(sampler, self.config.target_vocab_size)
+        sampler = traceable(sampler, self.config.target_vocab_size)
         number = _whole_number(seed)
         if number is None or not 0 <= number <= _MAX_SEED:
             raise ValueError(f"expected a whole number from 0 to {_MAX_SEED} as seed, got {seed!r}")
-        sources = self._encode(texts)
+        sources, prompts = self._encode(texts), self._prompts(prefixes, len(texts))
+        rules = encode_constraints(constraints, len(texts), self.target_tokenizer, self.config)
+        batches = list(self._batches(sources, prompts, max_tokens, width_of(sampler)))
+        if rules is not None:
+            limits = np.zeros(len(texts), np.int32)
+            for batch in batches:
+                limits[batch.indices] = batch.limit
+            rules.check_room(limits, np.array([len(ids) for ids in sources], np.int32))
         answers: list[list[Answer]] = [[]] * len(texts)
-        for indices, shape in self._buckets.batches([len(ids) for ids in sources], max_tokens, _width(sampler)):
-            limit = shape.capacity if max_tokens is None else max_tokens
-            made = self._run(shape, [sources[i] for i in indices], indices, limit, sampler, number)
-            for i, found in zip(indices, self._answers(made, len(indices)), strict=True):
+        for batch in batches:
+            begun = [prompts[i] for i in batch.indices]
+            made = self._run(batch, [sources[i] for i in batch.indices], begun, sampler, number, rules)
+            for i, found in zip(batch.indices, self._answers(made, begun), strict=True):
                 answers[i] = found
         return answers
 
@@ -247,6 +275,7 @@ class TextModel:
         source_lengths: Iterable[int] | None = None,
         max_tokens: SupportsIndex | None = None,
         sampler: Decoding = Greedy(),  # noqa: B008 - frozen and without state
+        constraints: TextConstraints | None = None,
     ) -> int:
         """Compiles ahead, so that later requests within the arguments' bounds compile nothing.
 
@@ -259,6 +288,7 @@ class TextModel:
                 accepts.
             max_tokens: the most that a request will ask for; None: requests leave it to the default, or ask for less.
             sampler: of the kind that will be used; its numbers do not matter.
+            constraints: with the kinds of rules that will be used, and as many and as long phrases. No prefixes.
 
         Returns:
             The number of shapes that are now compiled.
@@ -268,16 +298,17 @@ class TextModel:
         """
         config = self.config
         max_tokens = self._checked_max_tokens(max_tokens)
-        sampler = _traceable(sampler, self.config.target_vocab_size)
+        sampler = traceable(sampler, self.config.target_vocab_size)
         sizes = [*range(1, self._buckets.max_batch + 1)] if batch_sizes is None else list(batch_sizes)
         lengths = [*range(1, config.max_source_length + 1)] if source_lengths is None else list(source_lengths)
         if any(size < 1 for size in sizes):
             raise ValueError(f"expected batch sizes of at least 1, got {sizes}")
         if any(not 1 <= length <= config.max_source_length for length in lengths):
             raise ValueError(f"expected source lengths from 1 to {config.max_source_length}, got {lengths}")
-        shapes = self._buckets.shapes(sizes, lengths, max_tokens, _width(sampler))
+        rules = encode_constraints(constraints, 1, self.target_tokenizer, config)
+        shapes = self._buckets.shapes(sizes, lengths, max_tokens, width_of(sampler))
         for shape in shapes:
-            jax.block_until_ready(self._run(shape, [], [], 0, sampler, 0))
+            jax.block_until_ready(self._run(_Batch([], shape, 1, 0), [], [], sampler, 0, rules))
         return len(shapes)
 
     def replace_params(self, params: Params) -> "TextModel":
@@ -328,105 +359,94 @@ class TextModel:
             )
         return sources
 
+    def _prompts(self, prefixes: Sequence[str] | None, count: int) -> list[list[int]]:
+        """The decoder's first tokens for each text. Raises ValueError for the first prefix that cannot be one."""
+        start = [self.config.start_id]
+        if prefixes is None:
+            return [start] * count
+        if isinstance(prefixes, str) or len(prefixes) != count:
+            raise ValueError(f"expected a prefix for each of {count} texts, got {prefixes!r}")
+        prompts = [start + ids for ids in known_ids("prefix", list(prefixes), self.target_tokenizer)]
+        most = self.config.max_target_length
+        for i, ids in enumerate(prompts):
+            if len(ids) > most:
+                raise ValueError(
+                    f"expected prefixes of at most {most - 1} tokens (the model's max_target_length {most}, "
+                    f"a start token among them), got {len(ids) - 1} for text {i}"
+                )
+        return prompts
+
+    def _batches(
+        self, sources: list[list[int]], prompts: list[list[int]], max_tokens: int | None, width: int
+    ) -> Iterable["_Batch"]:
+        """Texts whose sources and prompts are padded alike, so that neither pads another's."""
+        groups: dict[int, list[int]] = {}
+        for i, ids in enumerate(prompts):
+            groups.setdefault(min(power_of_two(len(ids)), self.config.max_target_length), []).append(i)
+        for length, members in groups.items():
+            lengths = [len(sources[i]) for i in members]
+            for places, shape in self._buckets.batches(lengths, max_tokens, width, length):
+                room = shape.capacity - length + 1
+                limit = room if max_tokens is None else min(max_tokens, room)
+                yield _Batch([members[place] for place in places], shape, length, limit)
+
     def _run(
-        self, shape: Shape, sources: list[list[int]], indices: list[int], limit: int, sampler: Decoding, seed: int
-    ) -> "_Made":
+        self,
+        batch: "_Batch",
+        sources: list[list[int]],
+        prompts: list[list[int]],
+        sampler: Decoding,
+        seed: int,
+        rules: Constraints | None,
+    ) -> Made:
         """Runs one batch; rows beyond the sources hold one padding token and generate nothing."""
-        padded = np.full((shape.rows, shape.source_length), self.config.pad_id, np.int32)
-        lengths = np.ones(shape.rows, np.int32)
+        rows = batch.shape.rows
+        padded = np.full((rows, batch.shape.source_length), self.config.pad_id, np.int32)
+        prompt = np.full((rows, batch.prompt_length), self.config.start_id, np.int32)
+        lengths, prompt_lengths = np.ones(rows, np.int32), np.ones(rows, np.int32)
         limits, places = np.zeros_like(lengths), np.zeros_like(lengths)
-        for row, ids in enumerate(sources):
+        for row, (ids, begun) in enumerate(zip(sources, prompts, strict=True)):
             padded[row, : len(ids)] = ids
-            lengths[row] = len(ids)
-        limits[: len(sources)] = limit
-        places[: len(sources)] = indices
-        return _generate_rows(
+            prompt[row, : len(begun)] = begun
+            lengths[row], prompt_lengths[row] = len(ids), len(begun)
+        limits[: len(sources)] = batch.limit
+        places[: len(sources)] = batch.indices
+        return generate_rows(
             self.model,
             self.prepared_params,
             padded,
             lengths,
+            prompt,
+            prompt_lengths,
             limits,
             places,
             np.uint32(seed),
             sampler,
-            capacity=shape.capacity,
+            None if rules is None else rows_of(rules, batch.indices, rows),
+            capacity=batch.shape.capacity,
         )
 
-    def _answers(self, made: "_Made", rows: int) -> list[list[Answer]]:
+    def _answers(self, made: Made, prompts: list[list[int]]) -> list[list[Answer]]:
         made = jax.device_get(made)
-        answers: list[list[Answer]] = [[] for _ in range(rows)]
-        for row, found in enumerate(answers):
+        answers: list[list[Answer]] = [[] for _ in prompts]
+        for row, (found, prompt) in enumerate(zip(answers, prompts, strict=True)):
             there = np.flatnonzero(made.log_probs[row] != -np.inf)
             there = there if len(there) else np.zeros(1, int)  # nothing was found: an empty answer of score -inf
-            ids = [made.tokens[row, i, : made.lengths[row, i] - made.finished[row, i]].tolist() for i in there]
+            lengths = made.lengths[row] - made.finished[row]
+            ids = [prompt[1:] + made.tokens[row, i, : lengths[i]].tolist() for i in there]
             for i, tokens, text in zip(there, ids, self.target_tokenizer.decode_batch(ids), strict=True):
                 found.append(Answer(text, float(made.log_probs[row, i]), tokens, bool(made.finished[row, i])))
         return answers
 
 
-class _Made(NamedTuple):
-    """The hypotheses of each row, the best first; what is missing has a log-probability of -inf."""
+class _Batch(NamedTuple):
+    """Texts that are answered at once."""
 
-    tokens: Int[Array, "B R T"]
-    lengths: Int[Array, "B R"]
-    log_probs: Float[Array, "B R"]
-    finished: Bool[Array, "B R"]
-
-
-@functools.partial(jax.jit, static_argnames=("model", "capacity"))
-def _generate_rows(
-    model: Model,
-    params: Params,
-    source: Int[Array, "B S"],
-    source_lengths: Int[Array, "B"],
-    limits: Int[Array, "B"],
-    places: Int[Array, "B"],
-    seed: Array,
-    sampler: Decoding,
-    *,
-    capacity: int,
-) -> _Made:
-    """`generate` with a key for each row, or beam search.
-
-    One function for all models, so that equal ones share what is compiled.
-    """
-    if isinstance(sampler, BeamSearch):
-        best = generate_n_best(
-            model, params, source, source_lengths=source_lengths, max_tokens=limits, search=sampler, capacity=capacity
-        )
-        return _Made(best.tokens, best.lengths, best.log_probs, best.finished)
-    keys = jax.vmap(jax.random.fold_in, in_axes=(None, 0))(jax.random.key(seed, impl="threefry2x32"), places)
-    made = generate(
-        model,
-        params,
-        source,
-        source_lengths=source_lengths,
-        max_tokens=limits,
-        sampler=sampler,
-        key=keys,
-        capacity=capacity,
-    )
-    return _Made(made.tokens[:, None], made.lengths[:, None], made.scores[:, None], made.finished[:, None])
-
-
-def _width(sampler: Decoding) -> int:
-    """Hypotheses that are followed at once for each text."""
-    return sampler.width if isinstance(sampler, BeamSearch) else 1
-
-
-def _traceable(sampler: Decoding, vocab_size: int) -> Decoding:
-    """The checked sampler, each number as an array of one dtype: to jit, 1 and 1.0 are two kinds of argument."""
-    if not isinstance(sampler, Greedy | Sampling | BeamSearch):
-        raise ValueError(f"expected Greedy(), Sampling(…) or BeamSearch(…), got {sampler!r}")
-    if isinstance(sampler, Greedy):
-        return sampler
-    numbers = ("alpha",) if isinstance(sampler, BeamSearch) else [field.name for field in dataclasses.fields(Sampling)]
-    if any(np.ndim(getattr(sampler, name)) for name in numbers):
-        raise ValueError(f"expected one number for all texts in each field of the sampler, got {sampler!r}")
-    if isinstance(sampler, BeamSearch):
-        sampler.check(batch=1, vocab_size=vocab_size)
-        return dataclasses.replace(sampler, alpha=jnp.float32(sampler.alpha))
-    return sampler.as_arrays(batch=1)
+    indices: list[int]
+    shape: Shape
+    prompt_length: int
+    limit: int
+    """The most new tokens of each."""
 
 
 def _whole_number(value: object) -> int | None:

@@ -336,6 +336,7 @@ def _generate(arguments: list[str]) -> int:
     parser.add_argument("--seed", type=int, metavar="N", help="of sampling (default: 0)")
     _add_decoding(parser)
     parser.add_argument("--n-best", type=int, metavar="N", help="N lines a line: the N best of --beams, best first")
+    _add_constraints(parser)
     shown = parser.add_mutually_exclusive_group()
     shown.add_argument("--scores", action="store_true", help="a tab and the answer's log-probability behind each line")
     shown.add_argument("--table", action="store_true", help="text, answer and score as a table")
@@ -364,6 +365,19 @@ def _add_decoding(parser: argparse.ArgumentParser) -> None:
         "--alpha", type=float, metavar="A",
         help="of beam search: ranks by log P / ((5 + length) / 6)^A (default: 0.6)",
     )  # fmt: skip
+
+
+def _add_constraints(parser: argparse.ArgumentParser) -> None:
+    rules = parser.add_argument_group("what may and must come in an answer")
+    rules.add_argument("--min-tokens", type=int, metavar="N", help="no end before N tokens")
+    rules.add_argument(
+        "--repetition-penalty", type=float, metavar="X",
+        help="divides the positive logits of tokens that came already, and multiplies the negative ones (1: off)",
+    )  # fmt: skip
+    rules.add_argument("--no-repeat-ngram", type=int, metavar="N", help="no N tokens come twice (0: off)")
+    rules.add_argument("--ban", nargs="+", action="extend", metavar="PHRASE", help="phrases that may not come")
+    rules.add_argument("--require", nargs="+", action="extend", metavar="PHRASE", help="phrases that must come")
+    rules.add_argument("--prefix", metavar="TEXT", help="what each answer begins with")
 
 
 def _check_beams(parser: _Parser, parsed: argparse.Namespace) -> None:

@@ -28,6 +28,7 @@ from tfm.nn.params import count_by_part, count_params, param_shapes
 from tfm.nn.transformer import build_model
 from tfm.pipeline import Answer, Decoding, TextModel, load
 from tfm.store import load_model
+from tfm.text_constraints import TextConstraints, known_ids
 from tfm.text_metrics import HIGHER_IS_BETTER, signature
 from train import loop, schema
 from train.config import BatchConfig, DataConfig, TrainConfig, from_json
@@ -224,7 +225,14 @@ def generate(arguments: argparse.Namespace) -> int:
         whole_groups = bool(options) and not sys.stdin.isatty()
         name, groups = "standard input, line", group_lines(sys.stdin.buffer, whole_groups=whole_groups)
     seed = arguments.seed or 0
-    answers = answer_lines(model, groups, name=name, max_tokens=arguments.max_tokens, sampler=sampler, seed=seed)
+    constraints = _constraints(arguments)
+    prefix = arguments.prefix or ""
+    known_ids("prefix", [prefix], model.target_tokenizer)  # says what is wrong also where no text will come
+    model.generate([], constraints=constraints)
+    answers = answer_lines(
+        model, groups, name=name, max_tokens=arguments.max_tokens, sampler=sampler, seed=seed, constraints=constraints,
+        prefix=prefix,
+    )  # fmt: skip
     if arguments.table:
         headings = ("word", "pronunciation") if config and config.data.task == "cmudict" else ("text", "answer")
         _print_table([pair for group in answers for pair in group], headings)
@@ -238,6 +246,15 @@ def generate(arguments: argparse.Namespace) -> int:
                 print(_line(text, rank, answer, scores=arguments.scores, as_json=arguments.json))
         sys.stdout.flush()
     return 0
+
+
+def _constraints(arguments: argparse.Namespace) -> TextConstraints | None:
+    names = {
+        "min_tokens": "min_tokens", "repetition_penalty": "repetition_penalty", "no_repeat_ngram": "no_repeat_ngram",
+        "ban": "banned_phrases", "require": "required_phrases",
+    }  # fmt: skip
+    given = {field: getattr(arguments, name) for name, field in names.items() if getattr(arguments, name) is not None}
+    return TextConstraints(**given) if given else None
 
 
 def _line(text: str, rank: int, answer: Answer | None, *, scores: bool, as_json: bool) -> str:

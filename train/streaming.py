@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from tfm.pipeline import Answer, Decoding, TextModel
+from tfm.text_constraints import TextConstraints
 from train.reading import GZIP_MAGIC
 
 LINES_AT_ONCE = 64
@@ -63,6 +64,8 @@ def answer_lines(
     max_tokens: int | None,
     sampler: Decoding,
     seed: int,
+    constraints: TextConstraints | None = None,
+    prefix: str = "",
 ) -> Iterator[list[tuple[str, list[Answer]]]]:
     """Answers group by group, in order, the best answer to a line first; none to a blank line.
 
@@ -75,6 +78,8 @@ def answer_lines(
         max_tokens: see `TextModel.generate`.
         sampler: the same; a beam search gives its `num_best` answers.
         seed: the same; a line's key follows from the seed, its group's number and its place in the group.
+        constraints: the same, for every line.
+        prefix: what each answer begins with.
 
     Raises:
         ValueError: a line that is not UTF-8, that has more tokens than the model accepts, or for which the model gives
@@ -85,7 +90,12 @@ def answer_lines(
         texts, problem = _answerable(model, first, lines)
         asked = [i for i, text in enumerate(texts) if text.strip()]
         given = model.generate_n_best(
-            [texts[i] for i in asked], max_tokens=max_tokens, sampler=sampler, seed=group_seed
+            [texts[i] for i in asked],
+            max_tokens=max_tokens,
+            sampler=sampler,
+            seed=group_seed,
+            constraints=constraints,
+            prefixes=[prefix] * len(asked) if prefix else None,
         )
         answers = dict(zip(asked, given, strict=True))
         if broken := [i for i, (best, *_) in answers.items() if not math.isfinite(best.score)]:

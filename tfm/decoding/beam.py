@@ -13,6 +13,10 @@ A row's search ends, at the latest when no incomplete hypothesis is left, by one
     all-finished      W hypotheses are complete, W being the width
     provably-best     the num_best-th best complete score  ≥  max log P(incomplete) / lp(limit): tokens to come can only
                       lower log P, and no penalty is larger than that of the limit, so no later one can be better
+
+Where a caller has rules on what may come, they say at each step which tokens may, and by what hypotheses are ranked
+instead of log P, which is still summed and returned. Where something must come, hypotheses compete for places with
+those that have met as much of it: see `_in_turns`.
 """
 
 import dataclasses
@@ -26,6 +30,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from tfm.axes import Array, Bool, Float, Int
+from tfm.decoding.constraints import Constrained
 
 MAX_ALPHA = 10
 """Beyond it only lengths count, and float32 does not hold the penalty of long ones."""
@@ -90,9 +95,10 @@ class NBest:
     lengths: Int[Array, "B R"]
     """New ids of each hypothesis, the end token counted."""
     log_probs: Float[Array, "B R"]
-    """log P: the sum of the tokens' log-probabilities."""
+    """log P: the sum of the tokens' log-probabilities under the model as it is, whatever the rules made of it."""
     scores: Float[Array, "B R"]
-    """What ranks them: log P / lp(length)."""
+    """What ranks them: log P / lp(length). With a repetition penalty log P is that of the logits which it leaves, and a
+    hypothesis that ended because rules left nothing else is far below all others."""
     finished: Bool[Array, "B R"]
     """True where the hypothesis ended with the end token, False where its limit of tokens cut it off."""
 
@@ -106,6 +112,7 @@ class _Loop(typing.NamedTuple):
 
     step: Array
     live: NBest
+    """Their scores are without the length penalty; -inf where there is none."""
     complete: NBest
     going: Array
     """[B], rows whose search goes on."""
@@ -119,6 +126,7 @@ def beam_search(
     *,
     step: Callable[[Int[Array, "BW 1"], State], tuple[Float[Array, "BW V"], State]],
     reorder: Callable[[State, Int[Array, "BW"]], State],
+    constrain: Callable[[Float[Array, "BW V"], Int[Array, "BW T"], Int[Array, ""]], Constrained] | None = None,
     limits: Int[Array, "B"],
     max_tokens: int,
     end_id: int,
@@ -136,6 +144,7 @@ def beam_search(
         state: W equal hypotheses a row, lying row after row.
         step: feeds one token to every hypothesis; gives the logits of the next one.
         reorder: has hypothesis i become a continuation of hypothesis parents[i], always one of the same row.
+        constrain: from logits, each hypothesis's tokens so far and their number, which tokens may come next.
         limits: the most tokens of each row, at most `max_tokens`. A row with 0 has one empty hypothesis.
         max_tokens: T of the result.
         end_id: ends a hypothesis.
@@ -149,12 +158,13 @@ def beam_search(
 
     def going(live: NBest, complete: NBest, was: Array) -> Array:
         """Where the search has not ended yet, by its rule."""
-        open_ = was & (live.log_probs[:, 0] > -jnp.inf)
+        best_live = live.scores.max(axis=1)
+        open_ = was & (best_live > -jnp.inf)
         if search.stop == "first-finished":
             return open_ & ~(complete.scores[:, 0] > -jnp.inf)
         if search.stop == "all-finished":
             return open_ & ~(complete.scores[:, -1] > -jnp.inf)
-        bound = live.log_probs[:, 0] / search.penalty(limits)[:, 0]
+        bound = best_live / search.penalty(limits)[:, 0]
         return open_ & ~(complete.scores[:, search.num_best - 1] >= bound)
 
     def expand(loop: _Loop, logits: Array, state: State) -> tuple[_Loop, Array]:
@@ -162,13 +172,29 @@ def beam_search(
         live, length = loop.live, loop.step + 1
         logits = logits.reshape(batch, width, -1)
         most = min(2 * width, logits.shape[-1])
+        log_z = jax.nn.logsumexp(logits, axis=-1, keepdims=True)
+        ranked, ranked_log_z, rules = logits, log_z, None
+        if constrain is not None:
+            rules = constrain(logits.reshape(batch * width, -1), live.tokens.reshape(batch * width, -1), loop.step)
+            ranked, ranked_log_z = rules.logits.reshape(logits.shape), rules.log_z.reshape(log_z.shape)
         # the likeliest of each hypothesis first, so that nothing of size W·V is sorted, or normalised
-        best_logits, best_tokens = jax.lax.top_k(logits, most)
-        best_log_probs = best_logits - jax.nn.logsumexp(logits, axis=-1, keepdims=True)
-        totals = (live.log_probs[..., None] + best_log_probs).reshape(batch, -1)
-        log_probs, chosen = jax.lax.top_k(totals, min(2 * width, totals.shape[1]))
-        parents = chosen // most
+        best, best_tokens = jax.lax.top_k(ranked, most)
+        if rules is not None and rules.wanted is not None:
+            wanted, wanted_logits = _further(rules.wanted.reshape(batch, width, -1), ranked, best_tokens)
+            best = jnp.concatenate([best, wanted_logits], axis=-1)
+            best_tokens = jnp.concatenate([best_tokens, wanted], axis=-1)
+        each = best.shape[-1]
+        totals = (live.scores[..., None] + (best - ranked_log_z)).reshape(batch, -1)
+        number = min(2 * width, totals.shape[1])
+        if rules is not None and rules.banks is not None:
+            banks = jnp.take_along_axis(rules.banks.reshape(logits.shape), best_tokens, axis=-1)
+            chosen = _in_turns(totals, banks.reshape(batch, -1))[:, :number]
+            scores = totals[rows, chosen]
+        else:
+            scores, chosen = jax.lax.top_k(totals, number)
+        parents = chosen // each
         tokens = best_tokens.reshape(batch, -1)[rows, chosen]
+        token_log_probs = logits[rows, parents, tokens] - log_z[rows, parents, 0]
         ended = tokens == end_id
         first = jnp.zeros_like(loop.step)
         candidates = NBest(
@@ -177,25 +203,26 @@ def beam_search(
             ),
             token_log_probs=jax.lax.dynamic_update_slice(
                 live.token_log_probs[rows, parents],
-                best_log_probs.reshape(batch, -1)[rows, chosen][..., None],
+                token_log_probs[..., None],
                 (first, first, loop.step),
             ),
             lengths=jnp.full(tokens.shape, length, jnp.int32),
-            log_probs=log_probs,
-            scores=log_probs / search.penalty(length),
+            log_probs=live.log_probs[rows, parents] + token_log_probs,
+            scores=scores,
             finished=ended,
         )
         is_complete = ended | (length >= limits)[:, None]
         counts = is_complete & loop.going[:, None] & (jnp.arange(tokens.shape[1]) < width)[None]
-        new = dataclasses.replace(candidates, scores=jnp.where(counts, candidates.scores, -jnp.inf))
+        new = dataclasses.replace(candidates, scores=jnp.where(counts, scores / search.penalty(length), -jnp.inf))
         pool = jax.tree.map(lambda *both: jnp.concatenate(both, axis=1), loop.complete, new)
         complete = _take(pool, jax.lax.top_k(pool.scores, width)[1])
 
-        _, kept = jax.lax.top_k(jnp.where(is_complete, -jnp.inf, log_probs), width)
-        live = _take(dataclasses.replace(candidates, log_probs=jnp.where(is_complete, -jnp.inf, log_probs)), kept)
+        # the first of those that go on, in the order in which they were chosen
+        _, kept = jax.lax.top_k(jnp.where(is_complete, -number, -jnp.arange(number)[None]), width)
+        live = _take(dataclasses.replace(candidates, scores=jnp.where(is_complete, -jnp.inf, scores)), kept)
         still = going(live, complete, loop.going)
         # a hypothesis of a row that has ended has no continuation that could be among the best
-        live = dataclasses.replace(live, log_probs=jnp.where(still[:, None], live.log_probs, -jnp.inf))
+        live = dataclasses.replace(live, scores=jnp.where(still[:, None], live.scores, -jnp.inf))
         return _Loop(length, live, complete, still, state), (rows * width + parents[rows, kept]).reshape(-1)
 
     def advance(loop: _Loop) -> _Loop:
@@ -206,7 +233,7 @@ def beam_search(
 
     empty = _nothing(batch, width, max_tokens, pad_id)
     # one hypothesis, the empty one: W equal ones would stay equal
-    live = dataclasses.replace(empty, log_probs=empty.log_probs.at[:, 0].set(0))
+    live = dataclasses.replace(empty, log_probs=jnp.zeros_like(empty.log_probs), scores=empty.scores.at[:, 0].set(0))
     at_once = jnp.where(limits == 0, 0, -jnp.inf)
     complete = dataclasses.replace(
         empty, scores=empty.scores.at[:, 0].set(at_once), log_probs=empty.log_probs.at[:, 0].set(at_once)
@@ -239,3 +266,34 @@ def _nothing(batch: int, width: int, max_tokens: int, pad_id: int) -> NBest:
 
 def _take(hypotheses: NBest, chosen: Int[Array, "B R"]) -> NBest:
     return jax.tree.map(lambda x: x[jnp.arange(x.shape[0])[:, None], chosen], hypotheses)
+
+
+def _further(
+    wanted: Int[Array, "B W P"], logits: Float[Array, "B W V"], chosen: Int[Array, "B W M"]
+) -> tuple[Int[Array, "B W P"], Float[Array, "B W P"]]:
+    """The wanted tokens as candidates beside those chosen already: ids, and logits, -inf where it is no further one."""
+    vocab_size, places = logits.shape[-1], jnp.arange(wanted.shape[-1])
+    ids = jnp.minimum(wanted, vocab_size - 1)
+    again = (wanted[..., None] == chosen[..., None, :]).any(axis=-1)
+    earlier = (places[:, None] > places[None])[None, None]
+    again |= ((wanted[..., None] == wanted[..., None, :]) & earlier).any(axis=-1)
+    found = jnp.take_along_axis(logits, ids, axis=-1)
+    return ids, jnp.where(again | (wanted >= vocab_size), -jnp.inf, found)
+
+
+def _in_turns(scores: Float[Array, "B M"], banks: Int[Array, "B M"]) -> Int[Array, "B M"]:
+    """Candidates in the order in which banks take turns: the best of each bank, then the second best of each, and on.
+
+    In one turn better scores go first. So banks have equal shares of the first W places, what a bank has no candidates
+    for is shared by the others (Post & Vilar 2018, section 3.2), and the first place of all is that of the best score.
+
+    Example:
+        >>> _in_turns(jnp.array([[-1.0, -2.0, -3.0, -4.0, -jnp.inf]]), jnp.array([[0, 0, 0, 1, 2]])).tolist()
+        [[0, 3, 1, 2, 4]]
+    """
+    places = jnp.broadcast_to(jnp.arange(scores.shape[1], dtype=jnp.int32)[None], scores.shape)
+    bank, worst, index = jax.lax.sort((banks, -scores, places), dimension=1, num_keys=2)
+    is_first = jnp.pad(bank[:, 1:] != bank[:, :-1], ((0, 0), (1, 0)), constant_values=True)
+    turn = places - jax.lax.cummax(jnp.where(is_first, places, 0), axis=1)
+    turn = jnp.where(worst == jnp.inf, scores.shape[1], turn)  # one that may not come takes no bank's turn
+    return jax.lax.sort((turn, worst, index), dimension=1, num_keys=2)[2]

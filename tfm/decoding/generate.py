@@ -12,6 +12,7 @@ import numpy as np
 
 from tfm.axes import Array, Bool, Float, Int, KeyArray
 from tfm.decoding.beam import BeamSearch, NBest, beam_search
+from tfm.decoding.constraints import Constraints
 from tfm.decoding.inference import complete_inputs, decode_step, prefill
 from tfm.decoding.sampling import Greedy, Sampler, Sampling
 from tfm.nn.cache import Cache, reorder, widen
@@ -48,12 +49,14 @@ def generate(
     prompt_lengths: Int[Array | np.ndarray, "B"] | Sequence[int] | None = None,
     sampler: Sampler = Greedy(),  # noqa: B008 - frozen and without state
     key: KeyArray | None = None,
+    constraints: Constraints | None = None,
     capacity: int | None = None,
 ) -> Generation:
     """Continues every row until it ends or has its `max_tokens`; stops when all rows have.
 
-    Compiles once for each model, kind of sampler, capacity and set of array shapes. All else is traced and compiles
-    nothing when it changes: parameters, lengths, `max_tokens`, the sampler's numbers, the key.
+    Compiles once for each model, kind of sampler, set of constraints, capacity and set of array shapes. All else is
+    traced and compiles nothing when it changes: parameters, lengths, `max_tokens`, the sampler's numbers, the key, the
+    constraints' numbers and ids.
 
     Args:
         model: from `tfm.nn.transformer.build_model`.
@@ -66,6 +69,7 @@ def generate(
         prompt_lengths: real tokens of each prompt, at least 1; None: all are real.
         sampler: picks the tokens.
         key: for a sampler that draws: one key, from which each row gets its own by its index, or one key a row.
+        constraints: what may and must come; the sampler picks among what they leave.
         capacity: the most target tokens that the cache can hold, prompt included; a row's last token is never read,
             so it needs no room. None: enough for `max_tokens`, rounded up to a power of two and cut to what the model
             accepts. Needed inside a caller's jit, where `max_tokens` has no value yet; what is more than
@@ -75,8 +79,9 @@ def generate(
         A `Generation` whose T is capacity + 1 less the prompt's T.
 
     Raises:
-        ValueError: as `prefill`; more tokens than the capacity allows, a sampler's number out of its range, a sampler
-            that draws without a key or with keys that are not threefry's.
+        ValueError: as `prefill`; more tokens than the capacity allows, a sampler's or a constraint's number out of its
+            range, more tokens required than a row may have, a sampler that draws without a key or with keys that are
+            not threefry's.
     """
     inputs = complete_inputs(model, source, source_lengths, prompt, prompt_lengths)
     batch = inputs[0].shape[0]
@@ -85,7 +90,9 @@ def generate(
         if key is None:
             raise ValueError("expected a key for a sampler that draws, got none")
     capacity, limits = _limits(max_tokens, batch, inputs[2].shape[1], model.config.max_target_length, capacity)
-    return _generate(model, params, *inputs, sampler, limits, _row_keys(key, batch), capacity=capacity)
+    constraints = _checked(constraints, model, limits, inputs[1])
+    keys = _row_keys(key, batch)
+    return _generate(model, params, *inputs, sampler, limits, keys, constraints, capacity=capacity)
 
 
 def generate_n_best(
@@ -98,12 +105,14 @@ def generate_n_best(
     source_lengths: Int[Array | np.ndarray, "B"] | Sequence[int] | None = None,
     prompt: Int[Array | np.ndarray, "B T"] | Sequence[Sequence[int]] | None = None,
     prompt_lengths: Int[Array | np.ndarray, "B"] | Sequence[int] | None = None,
+    constraints: Constraints | None = None,
     capacity: int | None = None,
 ) -> NBest:
     """The best continuations of every row that beam search finds.
 
     The source is encoded, and its keys and values projected and kept, once for all hypotheses of a row. Compiles once
-    for each model, capacity, set of array shapes and of the search's settings; α, lengths and `max_tokens` are traced.
+    for each model, capacity, set of array shapes, of constraints and of the search's settings; α, lengths, `max_tokens`
+    and the constraints' numbers and ids are traced.
 
     Args:
         model: from `tfm.nn.transformer.build_model`.
@@ -114,6 +123,7 @@ def generate_n_best(
         source_lengths: as in `generate`, as the rest.
         prompt: the decoder's first tokens.
         prompt_lengths: real tokens of each prompt.
+        constraints: what may and must come. Every hypothesis follows them.
         capacity: the most target tokens that the cache can hold.
 
     Returns:
@@ -129,7 +139,8 @@ def generate_n_best(
     search.check(batch, model.config.target_vocab_size)
     search = dataclasses.replace(search, alpha=jnp.asarray(search.alpha, jnp.float32))
     capacity, limits = _limits(max_tokens, batch, inputs[2].shape[1], model.config.max_target_length, capacity)
-    return _generate_n_best(model, params, *inputs, search, limits, capacity=capacity)
+    constraints = _checked(constraints, model, limits, inputs[1])
+    return _generate_n_best(model, params, *inputs, search, limits, constraints, capacity=capacity)
 
 
 @functools.partial(jax.jit, static_argnames=("model", "capacity"))
@@ -142,6 +153,7 @@ def _generate_n_best(
     prompt_lengths: Array,
     search: BeamSearch,
     limits: Array,
+    constraints: Constraints | None = None,
     *,
     capacity: int,
 ) -> NBest:
@@ -151,13 +163,25 @@ def _generate_n_best(
 
     logits, cache = prefill(model, params, source, source_lengths, prompt, prompt_lengths, capacity=capacity)
     num_new = _most_new(capacity, prompt.shape[1])
+    limits, constrain = jnp.clip(limits, 0, num_new), None
+    if constraints is not None:
+        limits = constraints.cut(limits, source_lengths)
+        constrain = constraints.bind(
+            prompt=prompt,
+            prompt_lengths=prompt_lengths,
+            source_lengths=source_lengths,
+            limits=limits,
+            end_id=model.config.end_id,
+            width=search.width,
+        )
     return beam_search(
         search,
         logits[:, -1],
         widen(cache, search.width),
         step=step,
         reorder=reorder,
-        limits=jnp.clip(limits, 0, num_new),
+        constrain=constrain,
+        limits=limits,
         max_tokens=num_new,
         end_id=model.config.end_id,
         pad_id=model.config.pad_id,
@@ -184,12 +208,22 @@ def _generate(
     sampler: Sampler,
     limits: Array,
     keys: KeyArray,
+    constraints: Constraints | None = None,
     *,
     capacity: int,
 ) -> Generation:
     config, batch = model.config, source.shape[0]
     num_new = _most_new(capacity, prompt.shape[1])
-    limits = jnp.minimum(limits, num_new)
+    limits, rules = jnp.minimum(limits, num_new), None
+    if constraints is not None:
+        limits = constraints.cut(limits, source_lengths)
+        rules = constraints.bind(
+            prompt=prompt,
+            prompt_lengths=prompt_lengths,
+            source_lengths=source_lengths,
+            limits=limits,
+            end_id=config.end_id,
+        )
 
     def active(output: Generation) -> Array:
         return ~output.finished & (output.lengths < limits)
@@ -198,7 +232,8 @@ def _generate(
         """Chooses each row's token number `step` and notes it for the rows that are still going."""
         going = active(output)
         step_keys = jax.vmap(jax.random.fold_in, in_axes=(0, None))(keys, step)
-        token = jnp.where(going, sampler.pick(logits, step_keys), config.pad_id)
+        allowed = logits if rules is None else rules(logits, output.tokens, step).logits
+        token = jnp.where(going, sampler.pick(allowed, step_keys), config.pad_id)
         output = Generation(
             tokens=jax.lax.dynamic_update_slice(output.tokens, token[:, None], (jnp.zeros_like(step), step)),
             lengths=output.lengths + going,
@@ -222,6 +257,19 @@ def _generate(
     token, output = pick(logits[:, -1], jnp.int32(0), nothing)
     loop = _Loop(jnp.int32(1), token, cache, output)
     return jax.lax.while_loop(lambda loop: active(loop.output).any(), advance, loop).output
+
+
+def _checked(constraints: Constraints | None, model: Model, limits: Array, source_lengths: Array) -> Constraints | None:
+    """The constraints as arrays, with a row for each of the batch; None where there are none."""
+    if constraints is None:
+        return None
+    if not isinstance(constraints, Constraints):
+        raise ValueError(f"expected Constraints(…) as constraints, got {constraints!r}")
+    config = model.config
+    arrays = constraints.as_arrays(batch=len(limits), vocab_size=config.target_vocab_size, end_id=config.end_id)
+    if arrays is not None:
+        arrays.check_room(limits, source_lengths)
+    return arrays
 
 
 def _row_keys(key: KeyArray | None, batch: int) -> Array:

@@ -207,4 +207,4 @@ def own_from_now_on(cache: Cache) -> Int[Array, "B W C"]:
     """
     assert cache.ancestors is not None
     written = jnp.arange(cache.capacity)[None] < cache.lengths[:, None]
-    return jnp.where(written[:, None], cache.ancestors, jnp.arange(cache.width)[None, :, None])
+    return jnp.where(written[:, None], cache.ancestors, jnp.arange(cache.width, dtype=jnp.int32)[None, :, None])
