@@ -1,5 +1,6 @@
 """Attention weights are those of the forward pass itself; words and their pairs follow from them."""
 
+import functools
 import inspect
 
 import flax.linen as nn
@@ -15,7 +16,10 @@ from tolerances import assert_close
 
 from tfm.decoding.alignment import attention_weights, averaged, pharaoh, word_alignment
 from tfm.decoding.inference import teacher_forced
+from tfm.decoding.score import score
 from tfm.nn.attention import Attention
+from tfm.pipeline import TextModel
+from tfm.tokenizer import Tokenizer
 
 B, S, T = 3, 5, 4
 SOURCE, TARGET = random_ids(B, S, seed=1), random_ids(B, T, seed=2)
@@ -204,3 +208,108 @@ def test_layers_are_chosen_and_heads_averaged():
 @given(st.lists(st.tuples(st.integers(0, 99), st.integers(0, 99))))
 def test_pharaoh_format_can_be_read_back(pairs):
     assert [tuple(map(int, pair.split("-"))) for pair in pharaoh(pairs).split()] == pairs
+
+
+# --- texts
+
+
+CORPUS = ["the quick brown fox", "我 爱 你", "猫 and 一只 dog", "👩‍👩‍👧 ok 😀", "ein Haus"] * 3
+BPE = Tokenizer.train(CORPUS, kind="bpe", vocab_size=300)
+CHAR = Tokenizer.train(CORPUS, kind="char", vocab_size=290)
+TEXTS = ["the quick fox", "", "我 爱 你 猫", "👩‍👩‍👧 ok 😀", "  ", "ein", "the brown dog " * 3]
+ANSWERS = ["我 爱", "fox", "the  quick 😀", "", "\t", "Haus 猫 ok ok", "a b c d e f g"]
+
+
+@functools.cache
+def text_model(architecture="encoder-decoder", max_batch=64):
+    config = tiny_config(
+        architecture=architecture,
+        source_vocab_size=CHAR.vocab_size if architecture == "encoder-decoder" else BPE.vocab_size,
+        target_vocab_size=BPE.vocab_size,
+        max_source_length=60,
+        max_target_length=30,
+    )
+    source = CHAR if architecture == "encoder-decoder" else BPE
+    return TextModel(config, random_params(config), source, BPE, weights="float32", max_batch=max_batch)
+
+
+def padded(source, target):
+    """One shape for all."""
+    rows = dict(source=[source + [0] * (60 - len(source))], target=[target + [0] * (30 - len(target))])
+    return dict(**rows, source_lengths=[len(source)], target_lengths=[len(target)])
+
+
+architectures = pytest.mark.parametrize("architecture", ["encoder-decoder", "decoder-only"])
+
+
+@architectures
+def test_texts_are_aligned_as_their_ids_are_and_in_order(architecture):
+    model = text_model(architecture)
+    aligned = model.align(TEXTS, ANSWERS, layer=-1)
+    for text, answer, found in zip(TEXTS, ANSWERS, aligned, strict=True):
+        source, target = ([*t.encode(x), t.end_id] for t, x in ((model.source_tokenizer, text), (BPE, answer)))
+        exact = attention_weights(model.model, model.params, **padded(source, target)).cross_attention
+        exact = np.asarray(exact)[:, 0, :, : len(target), : len(source)]
+        assert_close(found.weights, averaged(exact, -1), times=4)
+        assert found.weights.shape == (len(found.target_tokens), len(found.source_tokens))
+        assert found.source_tokens == model.source_tokenizer.tokens(source)
+        assert found.target_tokens == BPE.tokens(target)
+        assert (found.source_words, found.target_words) == (text.split(), answer.split())
+        words = [*model.source_tokenizer.words(text), None], [*BPE.words(answer), None]
+        assert found.pairs == word_alignment(exact, *words, layer=-1)
+        assert found.pharaoh == pharaoh(found.pairs)
+        if text.split():
+            assert sorted(target for _, target in found.pairs) == list(range(len(answer.split())))
+        else:
+            assert found.pairs == []
+        assert all(source < len(text.split()) for source, _ in found.pairs)
+    assert any(source != 0 for found in aligned for source, _ in found.pairs)
+    assert model.align([], []) == []
+
+
+@architectures
+def test_what_was_generated_is_scored_and_aligned_by_its_own_ids(architecture):
+    model = text_model(architecture)
+    answers = model.generate(TEXTS, max_tokens=8)
+    assert {answer.finished for answer in answers} >= {False}
+    scores = model.score(TEXTS, answers)
+    assert [one.score for one in scores] == pytest.approx([answer.score for answer in answers], abs=1e-4)
+    for answer, one, aligned in zip(answers, scores, model.align(TEXTS, answers), strict=True):
+        assert one.tokens == answer.tokens + [BPE.end_id] * answer.finished
+        assert len(one.tokens) == len(one.token_scores) == len(aligned.target_tokens)
+        assert all(target < len(answer.text.split()) for _, target in aligned.pairs)
+
+
+@architectures
+def test_scores_are_in_order_and_do_not_depend_on_the_batch(architecture):
+    model = text_model(architecture)
+    scores = model.score(TEXTS, ANSWERS)
+    for i, one in enumerate(scores):
+        assert one.tokens == [*BPE.encode(ANSWERS[i]), BPE.end_id]
+        assert one.score == pytest.approx(sum(one.token_scores), abs=1e-4)
+        source = [*model.source_tokenizer.encode(TEXTS[i]), BPE.end_id]
+        exact = score(model.model, model.params, **padded(source, one.tokens))
+        assert one.score == pytest.approx(float(exact.log_probs[0]), abs=1e-4)
+    assert len({round(one.score, 3) for one in scores}) == len(scores)
+    one_by_one = text_model(architecture, max_batch=1).score(iter(TEXTS), iter(ANSWERS))
+    assert [one.score for one in one_by_one] == pytest.approx([one.score for one in scores], abs=1e-4)
+
+
+def test_pairs_that_cannot_be_are_refused_before_any_is_run(monkeypatch):
+    model = text_model()
+    monkeypatch.setattr("tfm.pairs.score", None)
+    monkeypatch.setattr("tfm.pairs._cross_attention", None)
+    for ask in (inspect.unwrap(TextModel.score), inspect.unwrap(TextModel.align)):
+        for texts, answers, message in (
+            ("ab", ["a"], "expected several texts, got 'ab'"),
+            (["ab"], "a", "expected several answers, got 'a'"),
+            (["a", "b"], ["a"], "expected an answer for each of 2 texts, got 1"),
+            (["a", "b"], ["a", None], "expected a str as answer 1, got NoneType"),
+            (["a", "b"], ["a", "\ud800"], "answer 1 is not Unicode text"),
+            (["a"], ["我" * 40], r"expected answers of at most 30 tokens \(the model's max_target_length\), end token"),
+            (["a" * 60], ["a"], r"expected texts of at most 60 tokens .* text 0 has 61"),
+        ):
+            with pytest.raises(ValueError, match=message):
+                ask(model, texts, answers)
+    with pytest.raises(ValueError, match="expected a layer from -2 to 1, or None for all, got 2"):
+        model.align(["a"], ["b"], layer=2)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from tfm.batch import Batch, make_batch
     from tfm.config import PRESETS, ModelConfig, preset
+    from tfm.decoding.alignment import AttentionWeights, attention_weights, word_alignment
     from tfm.decoding.beam import BeamSearch, NBest
     from tfm.decoding.generate import Generation, generate, generate_n_best
     from tfm.decoding.inference import decode_step, prefill
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from tfm.nn.cache import Cache, cache_bytes
     from tfm.nn.params import count_params, init_params
     from tfm.nn.transformer import DecoderOnly, EncoderDecoder, build_model
+    from tfm.pairs import Alignment, PairScore
     from tfm.pipeline import Answer, TextModel, load
     from tfm.store import StoredModel, load_model, save_model
     from tfm.tokenizer import Tokenizer
@@ -25,6 +27,7 @@ if TYPE_CHECKING:
 _HOMES = {
     "tfm.batch": ("Batch", "make_batch"),
     "tfm.config": ("PRESETS", "ModelConfig", "preset"),
+    "tfm.decoding.alignment": ("AttentionWeights", "attention_weights", "word_alignment"),
     "tfm.decoding.beam": ("BeamSearch", "NBest"),
     "tfm.decoding.generate": ("Generation", "generate", "generate_n_best"),
     "tfm.decoding.inference": ("decode_step", "prefill"),
@@ -33,6 +36,7 @@ _HOMES = {
     "tfm.nn.cache": ("Cache", "cache_bytes"),
     "tfm.nn.params": ("count_params", "init_params"),
     "tfm.nn.transformer": ("DecoderOnly", "EncoderDecoder", "build_model"),
+    "tfm.pairs": ("Alignment", "PairScore"),
     "tfm.pipeline": ("Answer", "TextModel", "load"),
     "tfm.store": ("StoredModel", "load_model", "save_model"),
     "tfm.tokenizer": ("Tokenizer",),
@@ -42,10 +46,12 @@ _HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
 __all__ = [  # noqa: RUF022 - grouped by module, as above
     "Batch", "make_batch",
     "PRESETS", "ModelConfig", "preset",
+    "AttentionWeights", "attention_weights", "word_alignment",
     "BeamSearch", "NBest", "Generation", "generate", "generate_n_best", "decode_step", "prefill", "Greedy", "Sampling",
     "Scores", "score",
     "Cache", "cache_bytes", "count_params", "init_params",
     "DecoderOnly", "EncoderDecoder", "build_model",
+    "Alignment", "PairScore",
     "Answer", "TextModel", "load",
     "StoredModel", "load_model", "save_model",
     "Tokenizer",
