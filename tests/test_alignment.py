@@ -14,6 +14,7 @@ from test_inference import mixtures, name_of
 from tiny_models import V, compiled_fast, random_ids, random_params, tiny_config, tiny_model
 from tolerances import assert_close
 
+from tfm.buckets import Buckets
 from tfm.decoding.alignment import attention_weights, averaged, pharaoh, word_alignment
 from tfm.decoding.inference import teacher_forced
 from tfm.decoding.score import score
@@ -313,3 +314,15 @@ def test_pairs_that_cannot_be_are_refused_before_any_is_run(monkeypatch):
                 ask(model, texts, answers)
     with pytest.raises(ValueError, match="expected a layer from -2 to 1, or None for all, got 2"):
         model.align(["a"], ["b"], layer=2)
+
+
+@given(st.lists(st.tuples(st.integers(1, 60), st.integers(1, 30)), max_size=40), st.integers(1, 500))
+def test_batches_of_pairs_hold_each_pair_once_within_the_budget(lengths, max_batch_tokens):
+    buckets = Buckets(text_model().config, max_batch=8, max_batch_tokens=max_batch_tokens)
+    batches = list(buckets.pairs(lengths))
+    assert sorted(i for indices, _ in batches for i in indices) == list(range(len(lengths)))
+    for indices, shape in batches:
+        assert 1 <= len(indices) <= shape.rows <= 8
+        assert shape.rows == 1 or shape.rows * (shape.source_length + shape.capacity) <= max_batch_tokens
+        assert all(lengths[i][0] <= shape.source_length <= 60 for i in indices)
+        assert all(lengths[i][1] <= shape.capacity <= 30 for i in indices)

@@ -292,8 +292,10 @@ class Attention(nn.Module):
         rotary_positions: Int[Array, "*B Q"] | None = None,
         bias: Float[Array, "*B N Q M"] | None = None,
     ) -> Float[Array, "B N Q M"]:
-        """What each head of each query makes of the keys: the weights of the mean that a call with these arguments
-        takes of the values, before dropout, in float32, whatever the kernel. A query that sees none has zeros.
+        """The weights by which a call with these arguments averages the values: before dropout, whatever the kernel.
+
+        Returns:
+            In float32. A query that sees no key has weights of zero.
         """
         return attention_weights(self._queries(x, rotary_positions), keys_values.keys, visible, bias, self._scale)
 
