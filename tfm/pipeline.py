@@ -5,6 +5,8 @@
     model(["a", "b"], max_tokens=20)                      # many, in the order given
     model.generate(["a"], sampler=Sampling(), seed=1)     # with scores, ids and whether the model ended by itself
     model.generate_n_best(["a"], sampler=BeamSearch(width=8, num_best=5))
+    model.score(["a"], ["b"])                             # how likely given answers are
+    model.align(["a"], ["b"])                             # which words of a text they look at
 
 XLA compiles for shapes, so shapes are few: see `tfm.buckets`. All else is traced: lengths, `max_tokens`, the sampler's
 numbers, the seed, the parameters.
