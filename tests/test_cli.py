@@ -53,6 +53,11 @@ from train.template import template
         (["evaluate", "run", "--alpha", "1"], ["--alpha", "--beams"]),
         (["generate", "run", "text", "--input", "file"], ["not both"]),
         (["generate", "run", "--max-tokens", "x"], ["--max-tokens", "'x'"]),
+        (["generate", "run", "--alignments", "--table"], ["--alignments", "not both"]),
+        (["generate", "run", "--batch-tokens", "0"], ["--batch-tokens", "at least 1, got 0"]),
+        (["score"], ["RUN"]),
+        (["score", "run", "--batch-tokens", "-1"], ["--batch-tokens", "at least 1, got -1"]),
+        (["score", "run", "--source-field", "x"], ["--source-field", "--split"]),
         (["evaluate"], ["RUN"]),
         (["info", "run", "--jsno"], ["--jsno", "--json"]),
     ],
@@ -63,14 +68,14 @@ def test_a_mistake_is_one_line_that_says_what_was_meant(arguments, words, capsys
     assert all(word in message for word in words), message
 
 
-@pytest.mark.parametrize("command", ["info", "evaluate", "generate"])
+@pytest.mark.parametrize("command", ["info", "evaluate", "generate", "score"])
 def test_a_folder_that_is_neither_run_nor_model_is_named(command, tmp_path, capsys):
     assert main([command, str(tmp_path / "nothing")]) == 2
     assert str(tmp_path / "nothing") in errors(capsys)
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["-h"], ["--version"]] + [
-    [command, "--help"] for command in ("train", "evaluate", "generate", "info", "init")
+    [command, "--help"] for command in ("train", "evaluate", "generate", "score", "info", "init")
 ])  # fmt: skip
 def test_help_is_a_result(arguments, capsys):
     assert main(arguments) == 0

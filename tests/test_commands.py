@@ -2,7 +2,9 @@
 
 import io
 import json
+import os
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -10,6 +12,7 @@ import sys
 import time
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 from command_line import TFM, errors
@@ -17,6 +20,7 @@ from safetensors.numpy import load_file, save_file
 from streams import Blocks
 
 from tfm.nn.cache import cache_bytes
+from tfm.pipeline import load
 from train.cli import main
 from train.config import from_dict
 from train.streaming import LINES_AT_ONCE
@@ -377,7 +381,141 @@ def test_limits_of_generation_are_checked(trained, capsys):
     assert answers(capsys, ["generate", trained / "run", "abcdef", "--max-tokens", "1"])[0].count(" ") == 0
 
 
+# --- scores, alignments, devices
+
+
+def given(monkeypatch, content):
+    """Standard input."""
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(content.encode())))
+
+
+def test_pairs_are_scored_a_line_a_pair_whatever_they_come_from(trained, tmp_path, capsys, monkeypatch):
+    run = trained / "run"
+    rows = [line.split("\t") for line in (trained / "test.tsv").read_text().splitlines()]
+    rows += [("", "A"), ("abc", ""), ("", ""), ("猫 😀", "猫"), *rows[:2]] * 12  # and more than a group
+    (tmp_path / "a.src").write_text("".join(f"{source}\n" for source, _ in rows))
+    (tmp_path / "a.ref").write_text("".join(f"{target}\n" for _, target in rows))
+    (tmp_path / "a.tsv").write_text("".join(f"{source}\t{target}\n" for source, target in rows))
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(dict(source=s, target=t)) + "\n" for s, t in rows))
+    expected = [one.score for one in load(run / "best").score(*zip(*rows, strict=True))]
+    for split in (["a.src", "a.ref"], ["a.tsv"], ["a.jsonl"]):
+        lines = answers(capsys, ["score", run, "--split", *(tmp_path / name for name in split)])
+        assert [float(line) for line in lines] == pytest.approx(expected, abs=2e-4)
+    given(monkeypatch, (tmp_path / "a.tsv").read_text())
+    objects = [json.loads(line) for line in answers(capsys, ["score", run, "--json"])]
+    assert [(entry["source"], entry["target"]) for entry in objects] == [tuple(row) for row in rows]
+    for entry, score in zip(objects, expected, strict=True):
+        assert entry["score"] == pytest.approx(score, abs=2e-4)
+        assert sum(entry["token_scores"]) == pytest.approx(entry["score"], abs=1e-4)
+        assert len(entry["token_scores"]) == len(entry["tokens"])
+        assert entry["tokens"][-1] == "</s>"
+    given(monkeypatch, "")
+    assert answers(capsys, ["score", run]) == []
+
+
+def test_scores_of_answers_are_those_that_they_came_with(trained, capsys, monkeypatch):
+    objects = [json.loads(line) for line in answers(capsys, ["generate", trained / "run", "--json", "abc", "fade"])]
+    ended = [entry for entry in objects if entry["finished"]]
+    given(monkeypatch, "".join(f"{entry['source']}\t{entry['text']}\n" for entry in ended))
+    scores = [float(line) for line in answers(capsys, ["score", trained / "run"])]
+    assert scores == pytest.approx([entry["score"] for entry in ended], abs=2e-4)
+
+
+def test_each_right_answer_is_scored_and_the_splits_of_a_run_too(trained, tmp_path, capsys, monkeypatch):
+    run = trained / "run"
+    given(monkeypatch, "abc\tC B A\tA\nbad\tD\r\n")
+    several = answers(capsys, ["score", run])
+    given(monkeypatch, "abc\tC B A\nabc\tA\nbad\tD\n")
+    assert several == pytest.approx(answers(capsys, ["score", run]))
+    assert len(several) == 3
+    from_files = answers(capsys, ["score", run, "--split", trained / "test.tsv"])
+    by_source = {json.loads(line)["source"]: json.loads(line)["score"]
+                 for line in answers(capsys, ["score", run, "--split", "test", "--json"])}  # fmt: skip
+    sources = [line.split("\t")[0] for line in (trained / "test.tsv").read_text().splitlines()]
+    assert [float(line) for line in from_files] == pytest.approx([by_source[s] for s in sources], abs=2e-4)
+
+
+@pytest.mark.parametrize(
+    ("bad", "words"),
+    [
+        (b"a" * 40 + b"\tA", ["line 3: ", "at most 16 tokens", "source", "got 41"]),
+        (b"a\t" + b"A " * 20, ["line 3: ", "at most 16 tokens", "target", "got 21"]),
+        (b"no tab", ["line 3: ", "expected source<TAB>target, got no tab in 'no tab'"]),
+        (b"\xff\tA", ["line 3: ", "UTF-8"]),
+    ],
+)
+def test_a_pair_that_cannot_be_scored_is_named_after_those_before_it(trained, capsys, monkeypatch, bad, words):
+    run = str(trained / "run")
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"abc\tA\nbad\tB\n" + bad + b"\nabc\tA\n")))
+    capsys.readouterr()
+    assert main(["score", run]) == 2
+    out, err = capsys.readouterr()
+    assert len(out.splitlines()) == 2
+    assert err.startswith("tfm: error: standard input, ")
+    assert err.count("\n") == 1
+    assert all(word in err for word in words), err
+
+
+def test_what_cannot_be_scored_is_one_error(trained, tmp_path, capsys, monkeypatch):
+    run, pairs = str(trained / "run"), tmp_path / "pairs.tsv"
+    pairs.write_text("abc\tA\n" + "a" * 40 + "\tA\n")
+    capsys.readouterr()
+    assert main(["score", run, "--split", str(pairs)]) == 2
+    assert f"{pairs}, line 2: expected at most 16 tokens" in capsys.readouterr().err
+    assert main(["score", run, "--split", str(tmp_path / "none.tsv")]) == 2
+    assert "none.tsv" in errors(capsys)
+    monkeypatch.setattr(sys, "stdin", None)
+    capsys.readouterr()
+    assert main(["score", run]) == 2
+    assert "open standard input" in errors(capsys)
+
+
+def test_alignments_stand_behind_answers_and_in_json(trained, capsys):
+    run, texts = trained / "run", ["abc", "", "ab cd", "bad"]
+    plain = answers(capsys, ["generate", run, "--scores", *texts])
+    lines = answers(capsys, ["generate", run, "--scores", "--alignments", *texts])
+    assert [line.rpartition("\t")[0] for line in lines] == plain
+    assert lines[1] == ""
+    model = load(run / "best")
+    made = model.generate([texts[0], *texts[2:]])
+    expected = model.align([texts[0], *texts[2:]], made)
+    assert [line.rpartition("\t")[2] for line in lines if line] == [found.pharaoh for found in expected]
+    assert any(found.pairs for found in expected)
+    objects = [json.loads(line) for line in answers(capsys, ["generate", run, "--json", "--alignments", *texts])]
+    shown = [[tuple(pair) for pair in entry["alignment"]] for entry in objects]
+    assert shown == [expected[0].pairs, [], *(found.pairs for found in expected[1:])]
+    assert "alignment" not in json.loads(answers(capsys, ["generate", run, "--json", "abc"])[0])
+    best = answers(capsys, ["generate", run, "--beams", "2", "--n-best", "2", "--alignments", *texts])
+    assert len(best) == 8
+    assert all(line == "" or re.fullmatch(r"[^\t]*\t(\d+-\d+( \d+-\d+)*)?", line) for line in best)
+
+
+def test_the_size_of_batches_does_not_change_answers(trained, capsys):
+    words = ["abc", "fade", "bad", "cab", "aa"]
+    usual = answers(capsys, ["generate", trained / "run", *words])
+    assert answers(capsys, ["generate", trained / "run", "--batch-tokens", "1", *words]) == usual
+
+
+def test_a_device_that_is_not_there_is_named(trained, capsys):
+    run = str(trained / "run")
+    here = jax.default_backend()
+    usual = answers(capsys, ["generate", run, "abc"])
+    assert answers(capsys, ["generate", run, "--device", here, "abc"]) == usual
+    capsys.readouterr()
+    for command in (["generate", run, "abc"], ["score", run]):
+        assert main([*command, "--device", "abacus"]) == 2
+        assert "no device 'abacus' here" in errors(capsys)
+    assert answers(capsys, ["generate", run, "abc"]) == usual
+
+
 # --- as a process
+
+
+def test_a_process_says_which_devices_there_are(trained):
+    ask = [*TFM, "generate", str(trained / "run"), "--device", "abacus", "abc"]
+    done = subprocess.run(ask, capture_output=True, text=True, env={**os.environ, "JAX_PLATFORMS": "cpu"})
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == "tfm: error: no device 'abacus' here; JAX has cpu\n"
 
 
 def test_standard_input_is_answered_while_it_is_open(trained):

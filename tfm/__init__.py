@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from tfm.batch import Batch, make_batch
     from tfm.config import PRESETS, ModelConfig, preset
+    from tfm.decoding.alignment import AttentionWeights, attention_weights, word_alignment
     from tfm.decoding.beam import BeamSearch, NBest
     from tfm.decoding.constraints import Constraints
     from tfm.decoding.generate import Generation, generate, generate_n_best
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from tfm.nn.cache import Cache, cache_bytes
     from tfm.nn.params import count_params, init_params
     from tfm.nn.transformer import DecoderOnly, EncoderDecoder, build_model
+    from tfm.pairs import Alignment, PairScore
     from tfm.pipeline import Answer, TextModel, load
     from tfm.store import StoredModel, load_model, save_model
     from tfm.text_constraints import TextConstraints
@@ -27,6 +29,7 @@ if TYPE_CHECKING:
 _HOMES = {
     "tfm.batch": ("Batch", "make_batch"),
     "tfm.config": ("PRESETS", "ModelConfig", "preset"),
+    "tfm.decoding.alignment": ("AttentionWeights", "attention_weights", "word_alignment"),
     "tfm.decoding.beam": ("BeamSearch", "NBest"),
     "tfm.decoding.constraints": ("Constraints",),
     "tfm.decoding.generate": ("Generation", "generate", "generate_n_best"),
@@ -36,6 +39,7 @@ _HOMES = {
     "tfm.nn.cache": ("Cache", "cache_bytes"),
     "tfm.nn.params": ("count_params", "init_params"),
     "tfm.nn.transformer": ("DecoderOnly", "EncoderDecoder", "build_model"),
+    "tfm.pairs": ("Alignment", "PairScore"),
     "tfm.pipeline": ("Answer", "TextModel", "load"),
     "tfm.store": ("StoredModel", "load_model", "save_model"),
     "tfm.text_constraints": ("TextConstraints",),
@@ -46,10 +50,12 @@ _HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
 __all__ = [  # noqa: RUF022 - grouped by module, as above
     "Batch", "make_batch",
     "PRESETS", "ModelConfig", "preset",
+    "AttentionWeights", "attention_weights", "word_alignment",
     "BeamSearch", "NBest", "Generation", "generate", "generate_n_best", "decode_step", "prefill", "Greedy", "Sampling",
     "Constraints", "Scores", "score",
     "Cache", "cache_bytes", "count_params", "init_params",
     "DecoderOnly", "EncoderDecoder", "build_model",
+    "Alignment", "PairScore",
     "Answer", "TextModel", "load",
     "StoredModel", "load_model", "save_model",
     "TextConstraints", "Tokenizer",

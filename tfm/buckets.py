@@ -63,6 +63,26 @@ class Buckets:
                 yield members[start : start + size], Shape(power_of_two(size), source_length, capacity)
                 start += size
 
+    def pairs(self, lengths: Sequence[tuple[int, int]]) -> Iterator[tuple[list[int], Shape]]:
+        """Groups pairs of a source and a given target, each padded to a bucket of its own, the longest first.
+
+        Args:
+            lengths: of the sources and their targets in tokens, end tokens included.
+
+        Returns:
+            The indices of each batch's pairs, and its shape, whose capacity is what targets are padded to.
+        """
+        padded: dict[tuple[int, int], list[int]] = {}
+        for i in sorted(range(len(lengths)), key=lambda i: lengths[i], reverse=True):
+            source_length, target_length = lengths[i]
+            target_length = min(max(_power_of_two(target_length), _SHORTEST_SOURCE), self.config.max_target_length)
+            padded.setdefault((self._source_length(source_length), target_length), []).append(i)
+        for (source_length, target_length), members in padded.items():
+            start = 0
+            for size in _cut(len(members), self._most_rows(source_length, target_length, 1)):
+                yield members[start : start + size], Shape(_power_of_two(size), source_length, target_length)
+                start += size
+
     def shapes(self, sizes: Iterable[int], lengths: Iterable[int], max_tokens: int | None, width: int) -> list[Shape]:
         """Every shape of requests for so many sources of one bucket, so long, with `max_tokens` or fewer."""
         sizes = list(sizes)

@@ -6,6 +6,8 @@
     model.generate(["a"], sampler=Sampling(), seed=1)     # with scores, ids and whether the model ended by itself
     model.generate_n_best(["a"], sampler=BeamSearch(width=8, num_best=5))
     model.generate(["a"], prefixes=["b"], constraints=TextConstraints(required_phrases=["c d"]))
+    model.score(["a"], ["b"])                             # how likely given answers are
+    model.align(["a"], ["b"])                             # which words of a text they look at
 
 XLA compiles for shapes, so shapes are few: see `tfm.buckets`. All else is traced: lengths, `max_tokens`, the sampler's
 numbers, the seed, the parameters.
@@ -22,7 +24,7 @@ import operator
 import os
 import typing
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple, SupportsIndex, overload
+from typing import Any, NamedTuple, SupportsIndex, overload
 
 import jax
 import numpy as np
@@ -37,6 +39,7 @@ from tfm.nn.attention import Kernel
 from tfm.nn.layers import compute_dtype
 from tfm.nn.params import Params, Weights, prepare_for_inference
 from tfm.nn.transformer import Model, build_model
+from tfm.pairs import Alignment, PairScore, Side, align_pairs, check_lengths, check_texts, score_pairs
 from tfm.store import check_params, check_tokenizers, load_model, save_model
 from tfm.text_constraints import EachText, TextConstraints, encode_constraints, known_ids, rows_of
 from tfm.tokenizer import Tokenizer
@@ -268,6 +271,65 @@ class TextModel:
                 answers[i] = found
         return answers
 
+    def score(self, texts: Iterable[str], answers: Iterable[str | Answer]) -> list[PairScore]:
+        """How likely each answer is, by one pass over it and not one a token.
+
+        Args:
+            texts: any number of texts.
+            answers: one for each text: a string, which ends with the end token, or what `generate` gave, whose own ids
+                are scored as they are, to about its own score.
+
+        Returns:
+            One score a pair, in order.
+
+        Raises:
+            ValueError: a text or an answer is not a `str` or is longer than the model accepts, or they are not as many;
+                it says which, before any pair is scored.
+        """
+        return score_pairs(self.model, self.prepared_params, self._buckets, *self._pairs(texts, answers))
+
+    def align(
+        self, texts: Iterable[str], answers: Iterable[str | Answer], *, layer: SupportsIndex | None = None
+    ) -> list[Alignment]:
+        """Which words of each text the model looked at while it predicted those of the answer.
+
+        Args:
+            texts: as for `score`.
+            answers: as for `score`.
+            layer: the decoder layer whose attention is taken, -1 for the last, -2 for the one before it, which aligns
+                best in the literature; None for the mean of all. See `tfm.decoding.alignment.word_alignment`.
+
+        Returns:
+            One alignment a pair, in order.
+
+        Raises:
+            ValueError: as `score`, or no such layer.
+        """
+        tokenizers = (self.source_tokenizer, self.target_tokenizer)
+        pairs = self._pairs(texts, answers)
+        return align_pairs(self.model, self.prepared_params, self._buckets, *tokenizers, *pairs, layer)
+
+    def _pairs(self, texts: Any, answers: Any) -> tuple[list[Side], list[Side]]:
+        """Texts and answers as ids. Raises ValueError for what cannot be a pair."""
+        for what, given in (("texts", texts), ("answers", answers)):
+            if isinstance(given, str) or not isinstance(given, Iterable):
+                raise ValueError(f"expected several {what}, got {given!r}; put one into a list")
+        texts, answers = list(texts), list(answers)
+        if len(texts) != len(answers):
+            raise ValueError(f"expected an answer for each of {len(texts)} texts, got {len(answers)}")
+        sources = [Side(text, ids) for text, ids in zip(texts, self._encode(texts), strict=True)]
+        check_texts([answer.text if isinstance(answer, Answer) else answer for answer in answers], "answer")
+        encoded = iter(self.target_tokenizer.encode_batch([answer for answer in answers if isinstance(answer, str)]))
+        end, targets = [self.target_tokenizer.end_id], []
+        for answer in answers:
+            if isinstance(answer, Answer):
+                was_ended = answer.finished or not answer.tokens  # a target has a token at least
+                targets.append(Side(answer.text, answer.tokens + end * was_ended, is_generated=True))
+            else:
+                targets.append(Side(answer, next(encoded) + end))
+        check_lengths([target.ids for target in targets], "answer", self.config.max_target_length, "max_target_length")
+        return sources, targets
+
     def warmup(
         self,
         *,
@@ -339,24 +401,10 @@ class TextModel:
 
     def _encode(self, texts: Sequence[str]) -> list[list[int]]:
         """Source ids, end token included. Raises ValueError for the first text that cannot be one."""
-        for i, text in enumerate(texts):
-            if not isinstance(text, str):
-                raise ValueError(f"expected a str as text {i}, got {type(text).__name__}")
-            try:
-                text.encode()
-            except UnicodeEncodeError as error:
-                raise ValueError(f"text {i} is not Unicode text: {error}") from error
+        check_texts(texts, "text")
         end = [self.source_tokenizer.end_id]
         sources = [ids + end for ids in self.source_tokenizer.encode_batch(list(texts))]
-        most = self.config.max_source_length
-        too_long = [f"text {i} has {len(ids)}" for i, ids in enumerate(sources) if len(ids) > most]
-        if too_long:
-            more = f", and {len(too_long) - 5} more texts are too long" if len(too_long) > 5 else ""
-            raise ValueError(
-                f"expected texts of at most {most} tokens (the model's max_source_length), end token included; "
-                + ", ".join(too_long[:5])
-                + more
-            )
+        check_lengths(sources, "text", self.config.max_source_length, "max_source_length")
         return sources
 
     def _prompts(self, prefixes: Sequence[str] | None, count: int) -> list[list[int]]:

@@ -194,12 +194,14 @@ class Tokenizer:
             ValueError: not a string, one that UTF-8 cannot hold (a lone surrogate), or one that a loaded tokenizer has
                 no ids for: an unknown word, where there is no unknown token.
         """
+        return self._without_special(self._encoding(text).ids)
+
+    def _encoding(self, text: str) -> tokenizers.Encoding:
         try:
             with _panics_as_errors():
-                encoding = self._engine.encode(text, add_special_tokens=False)
+                return self._engine.encode(text, add_special_tokens=False)
         except Exception as error:  # the library raises nothing more special
             raise _unreadable(text, error) from error
-        return self._without_special(encoding.ids)
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """`encode` of each text, on several threads.
@@ -249,6 +251,51 @@ class Tokenizer:
         pieces = [self._pieces.get(id_, f"<id {id_}>") for id_ in _integers(ids)]
         is_byte_level = isinstance(self._engine.decoder, decoders.ByteLevel)
         return [_readable(piece) for piece in pieces] if is_byte_level else pieces
+
+    def words(self, text: str) -> list[int | None]:
+        """For each id of `encode(text)` the word that it is of: a place in `text.split()`.
+
+        An id of nothing but white space, or of no text at all, has None; one of several words is the first one's.
+
+        Example:
+            >>> tokenizer = Tokenizer.train(["a bit"], kind="char", vocab_size=260)
+            >>> tokenizer.words(" ab  c")
+            [None, 0, 0, None, None, 1]
+
+        Raises:
+            ValueError: as `encode`.
+        """
+        encoding = self._encoding(text)
+        of_characters = _words_of_characters(text)
+        return [
+            next((word for word in of_characters[start:end] if word is not None), None)
+            for id_, (start, end) in zip(encoding.ids, encoding.offsets, strict=True)
+            if self._without_special([id_])
+        ]
+
+    def words_of(self, ids: Iterable[SupportsIndex]) -> list[int | None]:
+        """The same for any ids: places in `decode(ids).split()`; None also for what `decode` leaves out.
+
+        Ids that a model generated need not be those that its text would be encoded to.
+        """
+        ids = _integers(ids)
+        # What an id adds to the text shows only in the text of all ids up to it: spaces are made of what stands beside
+        # them, and bytes become a character when its last one is there.
+        kept = [place for place, id_ in enumerate(ids) if self._textual([id_])]
+        texts = self.decode_batch([[ids[place] for place in kept[: count + 1]] for count in range(len(kept))])
+        whole = texts[-1] if texts else ""
+        of_characters = _words_of_characters(whole)
+        words: list[int | None] = [None] * len(ids)
+        start = 0
+        for place, text in zip(kept, texts, strict=True):
+            end = start
+            while end < min(len(text), len(whole)) and text[end] == whole[end]:
+                end += 1
+            touched = max(end + (len(text) > end), start + 1)  # a part of a character is of that character's word
+            added = of_characters[start:touched]
+            words[place] = next((word for word in added if word is not None), None)
+            start = end
+        return words
 
     def _without_special(self, ids: list[int]) -> list[int]:
         if self._unwritable_ids.isdisjoint(ids):
@@ -363,6 +410,16 @@ def _integers(ids: Iterable[SupportsIndex]) -> list[int]:
     if numbers and min(numbers) < 0:
         raise ValueError(f"expected ids of at least 0, got {min(numbers)}")
     return numbers
+
+
+def _words_of_characters(text: str) -> list[int | None]:
+    """For each character its word's place in `text.split()`; None for white space."""
+    words: list[int | None] = []
+    count = 0
+    for before, character in zip(" " + text, text, strict=False):
+        count += before.isspace() and not character.isspace()
+        words.append(None if character.isspace() else count - 1)
+    return words
 
 
 _BYTES = {letter: byte for byte, letter in enumerate(BYTE_LETTERS)}

@@ -35,6 +35,7 @@ usage: tfm COMMAND …
   train      train a model from a recipe, or go on with a run
   evaluate   measure a trained model on held-out pairs
   generate   answer texts: arguments, a file, or standard input
+  score      how likely given answers are: files of pairs, or standard input
   info       what a run or a model is: settings, parameters, cache, metrics so far
   init       write a commented recipe to start from
 
@@ -85,7 +86,7 @@ def _one_line(error: Exception) -> str:
 
 def _dispatch(arguments: list[str]) -> int:
     commands: dict[str, Callable[[list[str]], int]] = {
-        "train": _train, "evaluate": _evaluate, "generate": _generate, "info": _info, "init": _init,
+        "train": _train, "evaluate": _evaluate, "generate": _generate, "score": _score, "info": _info, "init": _init,
     }  # fmt: skip
     match arguments:
         case []:
@@ -337,6 +338,11 @@ def _generate(arguments: list[str]) -> int:
     _add_decoding(parser)
     parser.add_argument("--n-best", type=int, metavar="N", help="N lines a line: the N best of --beams, best first")
     _add_constraints(parser)
+    parser.add_argument(
+        "--alignments", action="store_true",
+        help="a tab and SOURCE-TARGET pairs of words, counted from 0, that attention joins, behind each line",
+    )  # fmt: skip
+    _add_machine(parser)
     shown = parser.add_mutually_exclusive_group()
     shown.add_argument("--scores", action="store_true", help="a tab and the answer's log-probability behind each line")
     shown.add_argument("--table", action="store_true", help="text, answer and score as a table")
@@ -352,14 +358,55 @@ def _generate(arguments: list[str]) -> int:
     _check_beams(parser, parsed)
     if parsed.n_best is not None and parsed.beams is None:
         parser.error("--n-best without --beams: greedy decoding and sampling give one answer")
+    if parsed.alignments and parsed.table:
+        parser.error("expected --alignments or --table, not both")
+    _check_machine(parser, parsed)
     return _commands(parsed).generate(parsed)
 
 
-def _add_decoding(parser: argparse.ArgumentParser) -> None:
+def _score(arguments: list[str]) -> int:
+    parser = _Parser(
+        "score",
+        description="Says how likely given answers are, by the natural logarithm of the probability of each, end\n"
+        "included, a line a pair, in order. Without --split, lines source<TAB>target are read from standard\n"
+        "input, and scored while they come. Of a source with several answers, each is a pair.",
+    )
+    parser.add_argument("run", type=Path, metavar="RUN", help="a run's folder (its best model is taken) or a model's")
+    parser.add_argument(
+        "--split", nargs="+", metavar="SPLIT",
+        help="files, two line-aligned ones, a TSV or a JSONL; or test or validation, as the run has them",
+    )  # fmt: skip
+    _add_weights(parser)
+    parser.add_argument("--source-field", metavar="KEY", help="JSONL key of the source (default: the run's)")
+    parser.add_argument("--target-field", metavar="KEY", help="JSONL key of the target (default: the run's)")
+    _add_machine(parser)
+    parser.add_argument("--json", action="store_true", help="a JSON object a line, with the score of each token")
+    parsed = parser.parse(arguments)
+    if parsed.split is None and (parsed.source_field is not None or parsed.target_field is not None):
+        parser.error("--source-field and --target-field are for JSONL files: expected --split")
+    _check_machine(parser, parsed)
+    return _commands(parsed).score(parsed)
+
+
+def _add_machine(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--device", metavar="D", help="cpu, gpu or tpu (default: the fastest that there is)")
+    parser.add_argument("--batch-tokens", type=int, metavar="N", help="the most tokens of a batch, padding included")
+
+
+def _check_machine(parser: _Parser, parsed: argparse.Namespace) -> None:
+    if parsed.batch_tokens is not None and parsed.batch_tokens < 1:
+        parser.error(f"expected --batch-tokens of at least 1, got {parsed.batch_tokens}")
+
+
+def _add_weights(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--weights", choices=["float32", "bfloat16", "int8"],
         help="what the model's matrices are rounded to while it generates (default: as the run has it)",
     )  # fmt: skip
+
+
+def _add_decoding(parser: argparse.ArgumentParser) -> None:
+    _add_weights(parser)
     parser.add_argument("--beams", type=int, metavar="W", help="beam search: follow the W likeliest hypotheses")
     parser.add_argument(
         "--alpha", type=float, metavar="A",

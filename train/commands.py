@@ -3,13 +3,14 @@
 import argparse
 import dataclasses
 import io
+import itertools
 import json
 import math
 import shlex
 import shutil
 import sys
 import textwrap
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ import rich.table
 
 from tfm.batch import make_batch
 from tfm.config import ModelConfig
+from tfm.decoding.alignment import pharaoh
 from tfm.decoding.beam import BeamSearch
 from tfm.decoding.sampling import Greedy, Sampling
 from tfm.nn.cache import cache_bytes
@@ -33,6 +35,7 @@ from tfm.text_metrics import HIGHER_IS_BETTER, signature
 from train import loop, schema
 from train.config import BatchConfig, DataConfig, TrainConfig, from_json
 from train.data import LengthReport, answerable, encode_examples, eval_batches, load_splits, read_examples
+from train.device import use_device
 from train.evaluate import evaluate as evaluate_texts
 from train.evaluate import held_out_loss
 from train.optimizer import make_optimizer, peak_learning_rate
@@ -40,7 +43,7 @@ from train.prepare import prepare
 from train.progress import Reporter
 from train.run_folder import RunFolder
 from train.step import init_state, make_eval_step, make_train_step
-from train.streaming import answer_lines, file_lines, group_lines
+from train.streaming import LINES_AT_ONCE, Row, answer_lines, file_lines, group_lines, pair_rows, score_rows
 from train.tasks import Examples
 
 
@@ -128,9 +131,7 @@ def evaluate(arguments: argparse.Namespace) -> int:
         if metric not in HIGHER_IS_BETTER:
             near = schema.nearest(metric, HIGHER_IS_BETTER)
             raise ValueError(f"no metric {metric!r}; the nearest is {near!r} of {', '.join(HIGHER_IS_BETTER)}")
-    fields = {"source_field": arguments.source_field, "target_field": arguments.target_field}
-    data = dataclasses.replace(settings.data, **{name: field for name, field in fields.items() if field is not None})
-    examples = _read_split(arguments.split, data, is_run=config is not None)
+    examples = _read_split(arguments.split, _data_config(arguments, config), is_run=config is not None)
     model = load(folder, weights=arguments.weights or ("auto" if config is None else config.dtype))
     the_runs = model.config.max_target_length if config is None else config.max_new_tokens
     max_tokens = the_runs if arguments.max_tokens is None else arguments.max_tokens
@@ -181,13 +182,30 @@ def _beam_search(arguments: argparse.Namespace, model: TextModel, num_best: int 
     return search
 
 
+_SPLITS = (["test"], ["validation"])
+"""What a run has; any other split is files."""
+
+
+def _data_config(arguments: argparse.Namespace, config: TrainConfig | None) -> DataConfig:
+    """The run's, with the JSONL keys that were given."""
+    fields = {"source_field": arguments.source_field, "target_field": arguments.target_field}
+    given = {name: field for name, field in fields.items() if field is not None}
+    return dataclasses.replace((TrainConfig() if config is None else config).data, **given)
+
+
 def _read_split(split: Sequence[str], data: DataConfig, *, is_run: bool) -> Examples:
-    if list(split) not in (["test"], ["validation"]):
+    """What is measured on: in line-aligned files each line, in other files each different source."""
+    examples = _read_pairs(split, data, is_run=is_run)
+    return examples if list(split) in _SPLITS or len(split) == 2 else examples.merged()
+
+
+def _read_pairs(split: Sequence[str], data: DataConfig, *, is_run: bool) -> Examples:
+    """The rows of a split as they stand."""
+    if list(split) not in _SPLITS:
         # Files of one's own need not be of the run's kind: its format holds where neither number nor ending decides.
         decided = len(split) == 2 or split[0].removesuffix(".gz").endswith((".json", ".jsonl"))
         format = data.format if is_run and not decided and data.format != "lines" else "auto"
-        examples = read_examples(split, format, data.source_field, data.target_field)
-        return examples if len(split) == 2 else examples.merged()
+        return read_examples(split, format, data.source_field, data.target_field)
     if not is_run:
         raise ValueError(f"a model's folder has no {split[0]} data: give files, as in --split test.tsv")
     examples = getattr(load_splits(data, split), split[0])
@@ -206,8 +224,7 @@ def _loss(model: TextModel, examples: Examples, batch: BatchConfig) -> tuple[dic
 
 def generate(arguments: argparse.Namespace) -> int:
     """Answers texts, a line for a line."""
-    folder, config = _find_model(arguments.run)
-    model = load(folder, weights=arguments.weights or ("auto" if config is None else config.dtype))
+    model, config = _load(arguments)
     options = {name: getattr(arguments, name) for name in ("temperature", "top_k", "top_p", "min_p")}
     options = {name: value for name, value in options.items() if value is not None}
     num_best = 1 if arguments.n_best is None else arguments.n_best
@@ -240,10 +257,12 @@ def generate(arguments: argparse.Namespace) -> int:
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(encoding="utf-8")
     for group in answers:
+        links = _word_pairs(model, group) if arguments.alignments else itertools.repeat(None)
         for text, found in group:
             padded = [*found, *[None] * (num_best - len(found))]
             for rank, answer in enumerate(padded, 1):
-                print(_line(text, rank, answer, scores=arguments.scores, as_json=arguments.json))
+                pairs = next(links) if answer is not None else [] if arguments.alignments else None
+                print(_line(text, rank, answer, pairs, scores=arguments.scores, as_json=arguments.json))
         sys.stdout.flush()
     return 0
 
@@ -257,16 +276,43 @@ def _constraints(arguments: argparse.Namespace) -> TextConstraints | None:
     return TextConstraints(**given) if given else None
 
 
-def _line(text: str, rank: int, answer: Answer | None, *, scores: bool, as_json: bool) -> str:
+def _load(arguments: argparse.Namespace) -> tuple[TextModel, TrainConfig | None]:
+    """The model, on the device and in the weights that were asked for, and the settings of its run."""
+    if arguments.device is not None:
+        use_device(arguments.device)
+    folder, config = _find_model(arguments.run)
+    most = {} if arguments.batch_tokens is None else {"max_batch_tokens": arguments.batch_tokens}
+    return load(folder, weights=arguments.weights or ("auto" if config is None else config.dtype), **most), config
+
+
+def _word_pairs(model: TextModel, group: Sequence[tuple[str, list[Answer]]]) -> Iterator[list[tuple[int, int]]]:
+    """Which words of its text each answer looked at, in order."""
+    pairs = [(text, answer) for text, found in group for answer in found]
+    aligned = model.align([text for text, _ in pairs], [answer for _, answer in pairs])
+    return (alignment.pairs for alignment in aligned)
+
+
+def _line(
+    text: str,
+    rank: int,
+    answer: Answer | None,
+    pairs: list[tuple[int, int]] | None,
+    *,
+    scores: bool,
+    as_json: bool,
+) -> str:
     if as_json:
         nothing = {"text": "", "score": None, "finished": not text.strip()}  # a blank line, or no such hypothesis
         shown = nothing if answer is None else dataclasses.asdict(answer)
-        row = {"source": text, "rank": rank, **{key: shown[key] for key in ("text", "score", "finished")}}
-        return json.dumps(row, ensure_ascii=False)
+        aligned = {} if pairs is None else {"alignment": pairs}
+        shown = {key: shown[key] for key in ("text", "score", "finished")}
+        return json.dumps({"source": text, "rank": rank, **shown, **aligned}, ensure_ascii=False)
     if answer is None:
         return ""
-    line = " ".join(answer.text.split("\n"))
-    return f"{line}\t{answer.score:.4f}" if scores else line
+    columns = [" ".join(answer.text.split("\n"))]
+    columns += [f"{answer.score:.4f}"] if scores else []
+    columns += [] if pairs is None else [pharaoh(pairs)]
+    return "\t".join(columns)
 
 
 def _print_table(answers: Iterable[tuple[str, list[Answer]]], headings: tuple[str, str]) -> None:
@@ -275,6 +321,34 @@ def _print_table(answers: Iterable[tuple[str, list[Answer]]], headings: tuple[st
         for shown in [(answer.text, f"{answer.score:.2f}") for answer in found] or [("", "")]:
             table.add_row(*map(rich.text.Text, (text, *shown)))
     _Console(emoji=False).print(table)
+
+
+def score(arguments: argparse.Namespace) -> int:
+    """Scores pairs, a line for each."""
+    model, config = _load(arguments)
+    rows: Iterable[Sequence[Row]]
+    if arguments.split is None:
+        if sys.stdin is None:
+            raise ValueError("expected --split or an open standard input")
+        name = "standard input, line"
+        rows = pair_rows(group_lines(sys.stdin.buffer, whole_groups=False), name=name)
+    else:
+        examples = _read_pairs(arguments.split, _data_config(arguments, config), is_run=config is not None)
+        is_named = arguments.split in _SPLITS
+        name = f"{arguments.split[0]} data, row" if is_named else f"{' and '.join(arguments.split)}, line"
+        whole = list(zip(examples.sources, examples.references, strict=True))
+        rows = (whole[start : start + LINES_AT_ONCE] for start in range(0, len(whole), LINES_AT_ONCE))
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(encoding="utf-8")
+    for group in score_rows(model, rows, name=name):
+        for source, target, found in group:
+            if arguments.json:
+                shown = {"tokens": model.target_tokenizer.tokens(found.tokens), "token_scores": found.token_scores}
+                print(json.dumps({"source": source, "target": target, "score": found.score, **shown}))
+            else:
+                print(f"{found.score:.4f}")
+        sys.stdout.flush()
+    return 0
 
 
 class _Console(rich.console.Console):

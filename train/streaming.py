@@ -1,4 +1,4 @@
-"""Lines to answers while they come: what makes `tfm generate` a filter."""
+"""Lines to answers, and pairs to scores, while they come: what makes `tfm generate` and `tfm score` filters."""
 
 import gzip
 import math
@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from tfm.pairs import PairScore
 from tfm.pipeline import Answer, Decoding, TextModel
 from tfm.text_constraints import TextConstraints
 from train.reading import GZIP_MAGIC
@@ -17,6 +18,9 @@ LINES_AT_ONCE = 64
 
 Group = tuple[int, Sequence[bytes | str]]
 """Lines, and the number of the first of them, from 1."""
+
+Row = tuple[str, Sequence[str]]
+"""A text, and the answers to it."""
 
 
 def file_lines(path: Path) -> Iterator[Group]:
@@ -103,6 +107,84 @@ def answer_lines(
         yield [(text, answers.get(i, [])) for i, text in enumerate(texts)]
         if problem is not None:
             raise ValueError(f"{name} {problem}")
+
+
+def pair_rows(groups: Iterable[Group], *, name: str) -> Iterator[Sequence[Row]]:
+    """The rows of lines `source<TAB>target[<TAB>further target]`; an empty line is a pair of empty texts.
+
+    Args:
+        groups: of `group_lines`.
+        name: of a line, before its number in an error.
+
+    Raises:
+        ValueError: a line that is not UTF-8 or has no tab, by its number, after the rows before it were given.
+    """
+    for first, lines in groups:
+        rows: list[Row] = []
+        problem = None
+        for number, line in enumerate(lines, first):
+            try:
+                source, *targets = (line if isinstance(line, str) else _decode(line, number)).split("\t")
+            except UnicodeDecodeError as error:
+                problem = f"{number}: expected UTF-8, got other bytes ({error})"
+                break
+            if source and not targets:
+                problem = f"{number}: expected source<TAB>target, got no tab in {source!r:.60}"
+                break
+            rows.append((source, targets or [""]))
+        yield rows
+        if problem is not None:
+            raise ValueError(f"{name} {problem}")
+
+
+def score_rows(
+    model: TextModel, groups: Iterable[Sequence[Row]], *, name: str
+) -> Iterator[list[tuple[str, str, PairScore]]]:
+    """Scores every answer of every row, group by group, in order.
+
+    What comes before a row that cannot be scored is still scored.
+
+    Args:
+        model: scores.
+        groups: rows, as they come.
+        name: of a row, before its number in an error.
+
+    Raises:
+        ValueError: a text or an answer that has more tokens than the model accepts, or whose probability is not finite,
+            by the number of its row.
+    """
+    number = 0
+    for rows in groups:
+        pairs: list[tuple[int, str, str]] = []
+        problem = None
+        for source, targets in rows:
+            number += 1
+            problem = _too_long(model, source, targets)
+            if problem is not None:
+                break
+            pairs += [(number, source, target) for target in targets]
+        scores = model.score([source for _, source, _ in pairs], [target for _, _, target in pairs])
+        scored = []
+        for (row, source, target), one in zip(pairs, scores, strict=True):
+            if not math.isfinite(one.score):
+                number, problem = row, "the model gives no finite probability"
+                break
+            scored.append((source, target, one))
+        yield scored
+        if problem is not None:
+            raise ValueError(f"{name} {number}: {problem}")
+
+
+def _too_long(model: TextModel, source: str, targets: Sequence[str]) -> str | None:
+    """What is wrong with the lengths of a row, if anything is."""
+    config = model.config
+    sides = [(source, "source", model.source_tokenizer, config.max_source_length)]
+    sides += [(target, "target", model.target_tokenizer, config.max_target_length) for target in targets]
+    for text, what, tokenizer, most in sides:
+        length = len(tokenizer.encode(text)) + 1
+        if length > most:
+            return f"expected at most {most} tokens, the model's longest {what}, got {length}"
+    return None
 
 
 def _answerable(model: TextModel, first: int, lines: Sequence[bytes | str]) -> tuple[list[str], str | None]:

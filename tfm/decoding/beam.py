@@ -31,6 +31,7 @@ import numpy as np
 
 from tfm.axes import Array, Bool, Float, Int
 from tfm.decoding.constraints import Constrained
+from tfm.decoding.top_k import top_k
 
 MAX_ALPHA = 10
 """Beyond it only lengths count, and float32 does not hold the penalty of long ones."""
@@ -178,7 +179,7 @@ def beam_search(
             rules = constrain(logits.reshape(batch * width, -1), live.tokens.reshape(batch * width, -1), loop.step)
             ranked, ranked_log_z = rules.logits.reshape(logits.shape), rules.log_z.reshape(log_z.shape)
         # the likeliest of each hypothesis first, so that nothing of size W·V is sorted, or normalised
-        best, best_tokens = jax.lax.top_k(ranked, most)
+        best, best_tokens = top_k(ranked, most)
         if rules is not None and rules.wanted is not None:
             wanted, wanted_logits = _further(rules.wanted.reshape(batch, width, -1), ranked, best_tokens)
             best = jnp.concatenate([best, wanted_logits], axis=-1)

@@ -82,6 +82,12 @@ def complete_inputs(
     return jnp.asarray(source), jnp.asarray(source_lengths), jnp.asarray(prompt), jnp.asarray(prompt_lengths)
 
 
+def teacher_forced(model: Model, target: Int[Array, "B T"]) -> Int[Array, "B T"]:
+    """What the decoder reads while each token of a target is predicted: the start token, then the ones before it."""
+    starts = jnp.full((target.shape[0], 1), model.config.start_id, target.dtype)
+    return jnp.concatenate([starts, target[:, :-1]], axis=1)
+
+
 @functools.partial(jax.jit, static_argnames=("model", "capacity"))
 def _prefill(
     model: Model,

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from tfm.axes import Array, Float, Int
-from tfm.decoding.inference import complete_inputs
+from tfm.decoding.inference import complete_inputs, teacher_forced
 from tfm.nn.logprob import label_log_probs
 from tfm.nn.params import Params
 from tfm.nn.transformer import Model
@@ -61,9 +61,7 @@ def score(
 def _score(
     model: Model, params: Params, source: Array, source_lengths: Array, target: Array, target_lengths: Array
 ) -> Scores:
-    starts = jnp.full((target.shape[0], 1), model.config.start_id, target.dtype)
-    target_in = jnp.concatenate([starts, target[:, :-1]], axis=1)
-    logits: typing.Any = model.apply({"params": params}, source, source_lengths, target_in)
+    logits: typing.Any = model.apply({"params": params}, source, source_lengths, teacher_forced(model, target))
     is_real = jnp.arange(target.shape[1])[None] < target_lengths[:, None]
     token_log_probs = jnp.where(is_real, label_log_probs(logits, target), 0)
     return Scores(token_log_probs, token_log_probs.sum(axis=1))

@@ -270,19 +270,42 @@ class Attention(nn.Module):
             ValueError: the attention kernel that was asked for cannot serve here; see `dot_product_attention`.
         """
         config = self.config
-        query = self.query(x).reshape(*x.shape[:2], config.num_heads, config.head_size)
         drops = config.attention_dropout_rate > 0 and self.has_rng("dropout")
         mixed = dot_product_attention(
-            self._rotate(query, rotary_positions),
+            self._queries(x, rotary_positions),
             keys_values,
             visible=visible,
             bias=bias,
-            scale=None if config.scale_attention else 1.0,
+            scale=self._scale,
             dropout_rate=config.attention_dropout_rate,
             dropout_key=self.make_rng("dropout") if drops else None,
             kernel=self.kernel,
         )
         return self.output(mixed.reshape(*x.shape[:2], -1))
+
+    def weights(
+        self,
+        x: Float[Array, "B Q D"],
+        keys_values: KeysValues,
+        *,
+        visible: Visible,
+        rotary_positions: Int[Array, "*B Q"] | None = None,
+        bias: Float[Array, "*B N Q M"] | None = None,
+    ) -> Float[Array, "B N Q M"]:
+        """The weights by which a call with these arguments averages the values: before dropout, whatever the kernel.
+
+        Returns:
+            In float32. A query that sees no key has weights of zero.
+        """
+        return attention_weights(self._queries(x, rotary_positions), keys_values.keys, visible, bias, self._scale)
+
+    @property
+    def _scale(self) -> float:
+        return 1 / math.sqrt(self.config.head_size) if self.config.scale_attention else 1.0
+
+    def _queries(self, x: Array, rotary_positions: Array | None) -> Array:
+        query = self.query(x).reshape(*x.shape[:2], self.config.num_heads, self.config.head_size)
+        return self._rotate(query, rotary_positions)
 
     def _rotate(self, x: Array, positions: Array | None) -> Array:
         if positions is None:

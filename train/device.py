@@ -1,0 +1,30 @@
+"""Which kind of device JAX computes on."""
+
+import jax
+
+_ALIASES = {"cuda": "gpu", "rocm": "gpu"}
+
+
+def use_device(platform: str) -> None:
+    """Makes JAX compute on devices of this platform, and start no other; for the life of the process.
+
+    Args:
+        platform: as JAX names them: cpu, gpu (or cuda, rocm), tpu.
+
+    Raises:
+        ValueError: there is none here, or JAX has begun to compute on another.
+    """
+    before = jax.config.jax_platforms
+    jax.config.update("jax_platforms", platform)
+    try:
+        found = jax.default_backend()
+    except Exception as error:  # RuntimeError, and AssertionError where CUDA is installed and has no GPU
+        jax.config.update("jax_platforms", before)
+        raise ValueError(f"no device {platform!r} here; JAX has {_present()}") from error
+    if found != _ALIASES.get(platform, platform):  # another one was there before
+        jax.config.update("jax_platforms", before)
+        raise ValueError(f"no device {platform!r} here: JAX computes on {found} in this process already")
+
+
+def _present() -> str:
+    return ", ".join(sorted({device.platform for device in jax.devices()}))
