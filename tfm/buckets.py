@@ -75,12 +75,12 @@ class Buckets:
         padded: dict[tuple[int, int], list[int]] = {}
         for i in sorted(range(len(lengths)), key=lambda i: lengths[i], reverse=True):
             source_length, target_length = lengths[i]
-            target_length = min(max(_power_of_two(target_length), _SHORTEST_SOURCE), self.config.max_target_length)
+            target_length = min(max(power_of_two(target_length), _SHORTEST_SOURCE), self.config.max_target_length)
             padded.setdefault((self._source_length(source_length), target_length), []).append(i)
         for (source_length, target_length), members in padded.items():
             start = 0
             for size in _cut(len(members), self._most_rows(source_length, target_length, 1)):
-                yield members[start : start + size], Shape(_power_of_two(size), source_length, target_length)
+                yield members[start : start + size], Shape(power_of_two(size), source_length, target_length)
                 start += size
 
     def shapes(self, sizes: Iterable[int], lengths: Iterable[int], max_tokens: int | None, width: int) -> list[Shape]:
