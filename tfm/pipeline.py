@@ -277,7 +277,7 @@ class TextModel:
         Args:
             texts: any number of texts.
             answers: one for each text: a string, which ends with the end token, or what `generate` gave, whose own ids
-                are scored as they are, to about its own score.
+                are scored as they are, to about its own score; but here the tokens of a prefix count like others.
 
         Returns:
             One score a pair, in order.
