@@ -10,6 +10,7 @@ import dataclasses
 import json
 import logging
 import os
+import re
 import time
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -307,8 +308,9 @@ def _damage_is_named(folder: Path) -> Iterator[None]:
 
 
 def _first_line(error: Exception) -> str:
-    """What an error says, without the specifications that tensorstore appends."""
-    return (str(error).splitlines() or [""])[0][:200]
+    """What an error says, without the specifications that tensorstore puts around it."""
+    cause = re.search(r": ([^:\n]+) \[os_error_code", str(error))
+    return cause[1] if cause else (str(error).splitlines() or [""])[0][:200]
 
 
 def _checksums(folder: Path) -> dict[str, tuple[int, int]]:

@@ -5,6 +5,7 @@ import dataclasses
 import io
 import itertools
 import json
+import logging
 import math
 import shlex
 import shutil
@@ -49,6 +50,8 @@ from train.tasks import Examples
 
 def train(config: TrainConfig, run_dir: Path, *, as_json: bool) -> int:
     """Trains, or goes on with the run in the folder."""
+    # orbax logs whole tracebacks of what it raises as well
+    logging.getLogger("absl").setLevel(logging.CRITICAL)
     reporter = Reporter()
     folder = RunFolder(run_dir)
     if folder.is_run() and (note := _schedule_note(folder.read_config(), config)):
