@@ -1,4 +1,4 @@
-"""Every global name that a function reads is there. Linters cannot say so: to them, axis strings are undefined names."""
+"""Every global name that a function reads is there. Linters cannot say: to them, axis strings are undefined names."""
 
 import builtins
 import dis
