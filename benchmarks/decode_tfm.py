@@ -1,5 +1,6 @@
 """Our side of the decoding benchmark."""
 
+import functools
 import time
 from typing import Any
 
@@ -56,13 +57,17 @@ class Decoder:
         assert (lengths == max_tokens).all(), f"expected {max_tokens} tokens a row, got {lengths}"
         return elapsed
 
+    @functools.cache  # noqa: B019 - one decoder a process
+    def _machine(self) -> tuple[float, float]:
+        return machine.read_bandwidth(), machine.matmul_rate(self.weights)
+
     def floor(self, *, rows: int, source_tokens: int, new_tokens: int, beams: int) -> dict[str, Any]:
         """What a step takes at least: the bytes it must read, or its multiplications, whichever takes longer."""
         num_bytes, operations = flops.decode_step_cost(
             self.config, rows=rows, beams=beams, source_tokens=source_tokens, position=new_tokens // 2,
             weight_bytes={"float32": 4, "bfloat16": 2, "int8": 1}[self.weights],
         )  # fmt: skip
-        bandwidth, rate = machine.read_bandwidth(), machine.matmul_rate(self.weights)
+        bandwidth, rate = self._machine()
         return {
             "step_bytes": num_bytes,
             "step_flops": operations,

@@ -1,16 +1,16 @@
 """What holds for every test."""
 
-import atexit
+import gc
 import os
-import shutil
-import tempfile
+from collections.abc import Iterator
+from pathlib import Path
 
 import hypothesis
 import jax
+import pytest
 
 # The commands keep what they compile in the user's cache directory: not in that of whoever runs the tests.
-os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="tfm-cache-")
-atexit.register(shutil.rmtree, os.environ["XDG_CACHE_HOME"], ignore_errors=True)
+os.environ["XDG_CACHE_HOME"] = os.devnull
 
 # A sum of arrays of different rank is a mistake more often than a wish; the library says which axes it means.
 jax.config.update("jax_numpy_rank_promotion", "raise")
@@ -21,3 +21,15 @@ _checks = [hypothesis.HealthCheck.too_slow]
 hypothesis.settings.register_profile("local", deadline=None, suppress_health_check=_checks)
 hypothesis.settings.register_profile("ci", parent=hypothesis.settings.get_profile("local"), derandomize=True)
 hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "local")
+
+_MOST_MAPS = 25_000
+"""Of a process's memory maps; Linux allows 65,530, and each compiled program takes some. Beyond them LLVM aborts."""
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _compiled_programs_do_not_pile_up() -> Iterator[None]:
+    yield
+    maps = Path("/proc/self/maps")
+    if maps.exists() and len(maps.read_bytes().splitlines()) > _MOST_MAPS:
+        jax.clear_caches()
+        gc.collect()

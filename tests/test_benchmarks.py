@@ -234,9 +234,10 @@ def test_decoding_prints_a_record_for_each_library_and_setting(monkeypatch, caps
     monkeypatch.setattr(decode, "available_cores", lambda: 1)
     monkeypatch.setattr(decode, "limit_threads", lambda threads: None)
     arguments = ["--arch", "tiny", "--rows", "2", "--source", "5", "--new", "3", "--beams", "1", "2", "--rounds", "2"]
+    arguments += ["--dtype", "float32", "int8"]
     assert decode.main(arguments) == 0
     records = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    of_a_setting = ["decoding"] * 3 + ["ratio"] * 2
+    of_a_setting = ["decoding"] * 2 + ["ratio"]
     assert [record["record"] for record in records] == ["machine", *of_a_setting * 2]
     for record in records[1:]:
         assert (record["rows"], record["source_tokens"], record["new_tokens"]) == (2, 5, 3)

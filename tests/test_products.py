@@ -66,7 +66,8 @@ def test_a_rounded_vector_is_within_half_a_scale_of_what_it_was(entries):
     assert scales.shape == (1,)
     assert np.abs(values).max() == (127 if scales[0] > 0 else 0)
     back = np.asarray(values, np.float64) * np.asarray(scales, np.float64)
-    assert np.abs(back - x).max() <= 0.5001 * scales[0]
+    # of numbers that are all next to nothing, the scale is less than float32 has
+    assert np.abs(back - x).max() <= 0.5001 * scales[0] + 2.0**-118
 
 
 def test_whole_numbers_are_multiplied_exactly():
