@@ -9,6 +9,9 @@ import hypothesis
 import jax
 import pytest
 
+# Traced programs are millions of objects that stay; looking through them again and again finds no garbage.
+gc.set_threshold(50_000, 20, 50)
+
 # The commands keep what they compile in the user's cache directory: not in that of whoever runs the tests.
 os.environ["XDG_CACHE_HOME"] = os.devnull
 

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from tiny_models import compiled_fast
 
 from tfm.batch import make_batch
 from tfm.config import ModelConfig
@@ -23,6 +24,12 @@ CONFIG = ModelConfig(
 )  # fmt: skip
 SOURCES = [[3, 4, 2], [5, 2], [6, 7, 8, 9, 2], [2], [10, 11, 2]]
 TARGETS = [[3, 4], [5], [6, 7, 8, 9, 10], [3], [4, 4, 4]]
+
+
+@pytest.fixture(autouse=True)
+def _compile_fast():
+    with compiled_fast():
+        yield
 
 
 @pytest.fixture(scope="module")

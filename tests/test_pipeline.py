@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from compile_counter import count_compilations
+from tiny_models import compiled_fast
 
 import tfm
 from tfm import pipeline
@@ -52,6 +53,12 @@ def make_params(config: ModelConfig = CONFIG, seed: int = 1) -> dict:
 
 def make_model(config: ModelConfig = CONFIG, *, seed: int = 1, **options) -> TextModel:
     return TextModel(config, make_params(config, seed), TOKENIZER, TOKENIZER, **{"weights": "float32", **options})
+
+
+@pytest.fixture(autouse=True)
+def _compile_fast():
+    with compiled_fast():
+        yield
 
 
 @pytest.fixture(scope="module")

@@ -148,7 +148,7 @@ def _spelling_within(phrase: typing.Any, tokenizer: Tokenizer) -> list[int]:
     return _spellings(phrase, tokenizer)[-1]
 
 
-def _numbers(name: str, values: Sequence[object]) -> np.ndarray:
+def _numbers(name: str, values: Sequence[typing.Any]) -> np.ndarray:
     if any(np.ndim(value) for value in values):
         raise ValueError(f"expected one number as {name}, got {values[0]!r}")
     return np.array(values)

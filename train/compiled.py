@@ -19,7 +19,7 @@ def keep_compiled() -> None:
 
     The least recently used goes where it would be more than 2 GiB.
     """
-    if jax.config.jax_compilation_cache_dir:
+    if jax.config.values["jax_compilation_cache_dir"]:
         return
     try:
         folder = cache_folder()

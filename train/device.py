@@ -14,7 +14,7 @@ def use_device(platform: str) -> None:
     Raises:
         ValueError: there is none here, or JAX has begun to compute on another.
     """
-    before = jax.config.jax_platforms
+    before = jax.config.values["jax_platforms"]
     jax.config.update("jax_platforms", platform)
     try:
         found = jax.default_backend()
