@@ -12,7 +12,7 @@ import numpy as np
 
 from tfm.axes import Array, Bool, Float, Int, KeyArray
 from tfm.decoding.beam import BeamSearch, NBest, beam_search
-from tfm.decoding.constraints import Constraints
+from tfm.decoding.constraints import Constraints, Rules
 from tfm.decoding.inference import complete_inputs, decode_step, prefill
 from tfm.decoding.sampling import Greedy, Sampler, Sampling
 from tfm.nn.cache import Cache, reorder, widen
@@ -163,17 +163,15 @@ def _generate_n_best(
 
     logits, cache = prefill(model, params, source, source_lengths, prompt, prompt_lengths, capacity=capacity)
     num_new = _most_new(capacity, prompt.shape[1])
-    limits, constrain = jnp.clip(limits, 0, num_new), None
-    if constraints is not None:
-        limits = constraints.cut(limits, source_lengths)
-        constrain = constraints.bind(
-            prompt=prompt,
-            prompt_lengths=prompt_lengths,
-            source_lengths=source_lengths,
-            limits=limits,
-            end_id=model.config.end_id,
-            width=search.width,
-        )
+    limits, constrain = _bound(
+        constraints,
+        jnp.clip(limits, 0, num_new),
+        source_lengths,
+        prompt=prompt,
+        prompt_lengths=prompt_lengths,
+        end_id=model.config.end_id,
+        width=search.width,
+    )
     return beam_search(
         search,
         logits[:, -1],
@@ -214,16 +212,14 @@ def _generate(
 ) -> Generation:
     config, batch = model.config, source.shape[0]
     num_new = _most_new(capacity, prompt.shape[1])
-    limits, rules = jnp.minimum(limits, num_new), None
-    if constraints is not None:
-        limits = constraints.cut(limits, source_lengths)
-        rules = constraints.bind(
-            prompt=prompt,
-            prompt_lengths=prompt_lengths,
-            source_lengths=source_lengths,
-            limits=limits,
-            end_id=config.end_id,
-        )
+    limits, rules = _bound(
+        constraints,
+        jnp.minimum(limits, num_new),
+        source_lengths,
+        prompt=prompt,
+        prompt_lengths=prompt_lengths,
+        end_id=config.end_id,
+    )
 
     def active(output: Generation) -> Array:
         return ~output.finished & (output.lengths < limits)
@@ -270,6 +266,16 @@ def _checked(constraints: Constraints | None, model: Model, limits: Array, sourc
     if arrays is not None:
         arrays.check_room(limits, source_lengths)
     return arrays
+
+
+def _bound(
+    constraints: Constraints | None, limits: Array, source_lengths: Array, **rest: typing.Any
+) -> tuple[Array, Rules | None]:
+    """The rows' limits as the constraints cut them, and their rules; see `Constraints.bind` for the rest."""
+    if constraints is None:
+        return limits, None
+    limits = constraints.cut(limits, source_lengths)
+    return limits, constraints.bind(source_lengths=source_lengths, limits=limits, **rest)
 
 
 def _row_keys(key: KeyArray | None, batch: int) -> Array:
