@@ -7,12 +7,13 @@ import typing
 
 import hypothesis
 import hypothesis.strategies as st
+import numpy as np
 import pytest
 import sacrebleu
 from rouge_score.tokenize import tokenize as rouge_tokenize
 
 import tfm.text_metrics
-from tfm.text_metrics import HIGHER_IS_BETTER, score_texts, signature
+from tfm.text_metrics import HIGHER_IS_BETTER, pairwise_scores, score_texts, signature
 from train.config import Metric
 
 METRICS = [name for name in HIGHER_IS_BETTER if name != "loss"]
@@ -168,6 +169,25 @@ def test_empty_texts(hypothesis_: str, reference: str, expected: float) -> None:
     got = score_texts(METRICS, [hypothesis_], [[reference]])
     assert got["ter"] == pytest.approx(expected)
     assert got["wer"] == (100 if expected else 0)
+
+
+@hypothesis.given(few=st.lists(st.one_of(texts, st.text()), max_size=4), long=long_texts)
+@hypothesis.example(
+    few=["", " ", "a", "a a a a a", "<skipped>", "&amp;", "1,000-\n2", "a-\n", "猫在垫子上。", "👩‍👩‍👧 🐈"], long=""
+)
+def test_pairs_have_sacrebleus_sentence_scores(few: list[str], long: str) -> None:
+    few = [*few, long * 20]
+    for name, sentence_score in (("chrf", sacrebleu.sentence_chrf), ("bleu", sacrebleu.sentence_bleu)):
+        expected = [[sentence_score(text, [reference]).score for reference in few] for text in few]
+        got = pairwise_scores(name, few)
+        assert got == pytest.approx(np.array(expected), rel=1e-12), name
+        assert got.max() <= 100
+
+
+def test_pairs_of_no_texts_and_of_other_metrics() -> None:
+    assert pairwise_scores("bleu", []).shape == pairwise_scores("chrf", []).shape == (0, 0)
+    with pytest.raises(ValueError, match=r"expected a metric of single texts \(bleu, chrf\), got 'ter'"):
+        pairwise_scores("ter", ["a"])
 
 
 def test_every_metric_of_a_config_is_known() -> None:
