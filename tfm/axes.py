@@ -14,7 +14,7 @@ D    model dimension, the width of the residual stream
 F    feed-forward dimension
 V    vocabulary size
 W    beam width: hypotheses of one source, lying row after row, so that [BW, …] has B · W rows
-R    hypotheses that are returned for each source
+R    hypotheses that are returned, or texts that are drawn, for each source
 ==== =============================================================================
 
 Two more appear where an array has two unrelated lengths: Q, the queries' length, and M, the keys' length (memory).
