@@ -570,7 +570,7 @@ def test_a_log_that_nobody_reads_any_more_does_not_end_the_training(trained, tmp
 
 def test_neither_torch_nor_tensorflow_is_imported():
     code = (
-        "import sys, train.commands\n"
+        "import sys, train.commands, train.line_commands\n"
         "found = [name for name in ('torch', 'tensorflow') if name in sys.modules]\n"
         "assert not found, found\n"
     )
