@@ -1,6 +1,9 @@
-"""The command line under test, and what a mistake looks like."""
+"""The command line under test: what it prints, and what a mistake looks like."""
 
+import json
 import sys
+
+from train.cli import main
 
 TFM = [sys.executable, "-m", "train.cli"]
 
@@ -12,3 +15,17 @@ def errors(capsys) -> str:
     assert err.startswith("tfm: error: ")
     assert err.count("\n") == 1
     return err
+
+
+def result(capsys, arguments):
+    """The JSON object that a command prints."""
+    capsys.readouterr()
+    assert main([str(argument) for argument in arguments]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def answers(capsys, arguments, status=0):
+    """The lines that a command prints."""
+    capsys.readouterr()
+    assert main([str(argument) for argument in arguments]) == status
+    return capsys.readouterr().out.split("\n")[:-1]

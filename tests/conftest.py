@@ -36,3 +36,22 @@ def _compiled_programs_do_not_pile_up() -> Iterator[None]:
     if maps.exists() and len(maps.read_bytes().splitlines()) > _MOST_MAPS:
         jax.clear_caches()
         gc.collect()
+
+
+@pytest.fixture(scope="session")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with test.tsv, small.toml and the finished run `run`."""
+    from trained_run import make_run  # what needs no run imports no command line
+
+    folder = tmp_path_factory.mktemp("cli")
+    make_run(folder)
+    return folder
+
+
+@pytest.fixture
+def compile_fast() -> Iterator[None]:
+    """For tests of many programs that run a few times each; see `tiny_models.compiled_fast`."""
+    from tiny_models import compiled_fast
+
+    with compiled_fast():
+        yield

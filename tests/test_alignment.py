@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from test_inference import mixtures, name_of
+from mixtures import mixtures, name_of
 from tiny_models import V, compiled_fast, random_ids, random_params, tiny_config, tiny_model
 from tolerances import assert_close
 

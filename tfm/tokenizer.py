@@ -23,22 +23,16 @@ import contextlib
 import difflib
 import itertools
 import json
-import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import SupportsIndex
 
 import tokenizers
-from tokenizers import decoders, models, pre_tokenizers
+from tokenizers import decoders
 
+from tfm.special_tokens import USUAL_NAMES, checked_roles, find_name, prepared_engine, required_name
 from tfm.tokenizer_training import BYTE_LETTERS, SPECIAL_TOKENS, TRAINERS
 
-_USUAL_NAMES = {
-    "pad_token": ("<pad>", "[PAD]"),
-    "start_token": ("<s>", "<bos>", "[CLS]"),
-    "end_token": ("</s>", "<eos>", "[SEP]"),
-    "unk_token": ("<unk>", "[UNK]"),
-}
 _CHUNK = 4096  # texts in one call of the library, whose encodings hold far more than the ids that are kept
 
 
@@ -86,12 +80,14 @@ class Tokenizer:
         self._pieces = {id_: piece for piece, id_ in vocab.items()}
         self.vocab_size: int = max(self._pieces, default=-1) + 1
         """One more than the highest id."""
-        names = {role: _find(vocab, role, self._given.get(role)) for role in _USUAL_NAMES}
-        self.pad_id: int = vocab[_required(names, "pad_token")]
-        self.end_id: int = vocab[_required(names, "end_token")]
+        names = {role: find_name(vocab, role, self._given.get(role)) for role in USUAL_NAMES}
+        self.pad_id: int = vocab[required_name(names, "pad_token")]
+        self.end_id: int = vocab[required_name(names, "end_token")]
         self.start_id: int = self.pad_id if names["start_token"] is None else vocab[names["start_token"]]
         self.unk_id: int | None = None if names["unk_token"] is None else vocab[names["unk_token"]]
-        self._engine, special = _prepare(self._engine_json, {name for name in names.values() if name is not None})
+        self._engine, special = prepared_engine(
+            self._engine_json, {name for name in names.values() if name is not None}
+        )
         self._special_ids = frozenset(vocab[name] for name in special)
         self._unwritable_ids = self._special_ids - {self.unk_id}
 
@@ -164,7 +160,7 @@ class Tokenizer:
         except (ValueError, RecursionError) as error:
             raise ValueError(f"expected the JSON of a tokenizer: {error}") from error
         if isinstance(data, dict) and data.keys() == {"special_tokens", "tokenizer"}:
-            special_tokens = {**_checked_roles(data["special_tokens"]), **special_tokens}
+            special_tokens = {**checked_roles(data["special_tokens"]), **special_tokens}
             text = json.dumps(data["tokenizer"], ensure_ascii=False)
         try:
             with _panics_as_errors():
@@ -322,46 +318,6 @@ class Tokenizer:
         )
 
 
-def _find(vocab: dict[str, int], role: str, given: str | None) -> str | None:
-    """The special token of a role: the given one, which must exist, or the first usual name in the vocabulary."""
-    if given is not None and given not in vocab:
-        raise ValueError(f"expected {role} to be in the vocabulary, got {given!r}")
-    return given or next((name for name in _USUAL_NAMES[role] if name in vocab), None)
-
-
-def _required(names: dict[str, str | None], role: str) -> str:
-    name = names[role]
-    if name is None:
-        tried = ", ".join(_USUAL_NAMES[role])
-        raise ValueError(f"expected a {role} in the vocabulary, found none of {tried}; name it with {role}=")
-    return name
-
-
-def _prepare(text: str, names: set[str]) -> tuple[tokenizers.Tokenizer, set[str]]:
-    """The engine that encodes and decodes, and all its special tokens: `names` and those the file marks."""
-    data = json.loads(text)
-    data.update(truncation=None, padding=None, post_processor=None)
-    if data["model"].get("dropout"):
-        data["model"]["dropout"] = None  # BPE dropout makes ids a matter of chance
-    for token in data["added_tokens"]:
-        token["special"] = token["special"] or token["content"] in names
-    special = names | {token["content"] for token in data["added_tokens"] if token["special"]}
-    engine = tokenizers.Tokenizer.from_str(json.dumps(data, ensure_ascii=False))
-    engine.encode_special_tokens = True  # that is: added tokens that are special are not looked for in the text
-    if not isinstance(engine.model, models.WordLevel):
-        # A unigram model still finds a special token among its pieces. Its text is cut after the first character, by
-        # the last of the pre-tokenizers, so that no model sees it whole. (A word is not cut: it becomes unknown.)
-        by_first: dict[str, list[str]] = {}
-        for name in sorted(special):
-            if len(name) > 1:
-                by_first.setdefault(name[0], []).append(re.escape(name[1:]))
-        cut = "|".join(f"{re.escape(first)}(?={'|'.join(rest)})" for first, rest in by_first.items())
-        steps = [engine.pre_tokenizer, pre_tokenizers.Split(tokenizers.Regex(cut), "isolated")] if cut else []
-        if steps:
-            engine.pre_tokenizer = pre_tokenizers.Sequence([step for step in steps if step is not None])
-    return engine, special
-
-
 def _strings(texts: Iterable[str]) -> Iterator[str]:
     if isinstance(texts, str):
         raise ValueError("expected several texts, got one string")
@@ -380,17 +336,6 @@ def _unreadable(text: object, error: Exception) -> ValueError:
     if any("\ud800" <= character <= "\udfff" for character in text):
         return ValueError(f"expected text that UTF-8 can hold, got a lone surrogate in {text!r:.80}")
     return ValueError(f"expected text that the tokenizer has ids for, got {text!r:.80}: {error}")
-
-
-def _checked_roles(special_tokens: object) -> dict[str, str]:
-    if (
-        not isinstance(special_tokens, dict)
-        or not special_tokens.keys() <= _USUAL_NAMES.keys()
-        or not all(isinstance(name, str) for name in special_tokens.values())
-    ):
-        expected = ", ".join(_USUAL_NAMES)
-        raise ValueError(f"expected special_tokens to name some of {expected}, got {special_tokens!r:.80}")
-    return special_tokens
 
 
 @contextlib.contextmanager

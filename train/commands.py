@@ -1,42 +1,32 @@
-"""What the subcommands of `tfm` do, once their arguments are understood. Each returns its exit status."""
+"""What `tfm train`, `tfm evaluate` and `tfm info` do, once their arguments are understood; each returns its status."""
 
 import argparse
 import dataclasses
-import io
-import itertools
 import json
 import logging
 import math
 import shlex
 import shutil
-import sys
 import textwrap
-from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
-import rich.box
-import rich.console
-import rich.table
 
 from tfm.batch import make_batch
 from tfm.config import ModelConfig
-from tfm.decoding.alignment import pharaoh
-from tfm.decoding.beam import BeamSearch
-from tfm.decoding.sampling import Greedy, Sampling
+from tfm.decoding.sampling import Greedy
 from tfm.nn.cache import cache_bytes
 from tfm.nn.layers import compute_dtype, stream_dtype
 from tfm.nn.params import count_by_part, count_params, param_shapes
 from tfm.nn.transformer import build_model
-from tfm.pipeline import Answer, Decoding, TextModel, load
+from tfm.pipeline import Decoding, TextModel, load
 from tfm.store import load_model
-from tfm.text_constraints import TextConstraints, known_ids
 from tfm.text_metrics import HIGHER_IS_BETTER, signature
 from train import loop, schema
-from train.config import BatchConfig, DataConfig, TrainConfig, from_json
-from train.data import LengthReport, answerable, encode_examples, eval_batches, load_splits, read_examples
-from train.device import use_device
+from train.command_inputs import beam_search, data_config, find_model, is_model, read_split
+from train.config import BatchConfig, TrainConfig
+from train.data import LengthReport, answerable, encode_examples, eval_batches
 from train.evaluate import evaluate as evaluate_texts
 from train.evaluate import held_out_loss
 from train.optimizer import make_optimizer, peak_learning_rate
@@ -44,7 +34,6 @@ from train.prepare import prepare
 from train.progress import Reporter
 from train.run_folder import RunFolder
 from train.step import init_state, make_eval_step, make_train_step
-from train.streaming import LINES_AT_ONCE, Row, answer_lines, file_lines, group_lines, pair_rows, score_rows
 from train.tasks import Examples
 
 
@@ -127,18 +116,18 @@ def dry_run(config: TrainConfig, *, as_json: bool) -> int:
 
 def evaluate(arguments: argparse.Namespace) -> int:
     """Measures a model on a split of its run, or on files."""
-    folder, config = _find_model(arguments.run)
+    folder, config = find_model(arguments.run)
     settings = TrainConfig() if config is None else config
     metrics = arguments.metrics or list(dict.fromkeys(["loss", settings.validation.metric]))
     for metric in metrics:
         if metric not in HIGHER_IS_BETTER:
             near = schema.nearest(metric, HIGHER_IS_BETTER)
             raise ValueError(f"no metric {metric!r}; the nearest is {near!r} of {', '.join(HIGHER_IS_BETTER)}")
-    examples = _read_split(arguments.split, _data_config(arguments, config), is_run=config is not None)
+    examples = read_split(arguments.split, data_config(arguments, config), is_run=config is not None)
     model = load(folder, weights=arguments.weights or ("auto" if config is None else config.dtype))
     the_runs = model.config.max_target_length if config is None else config.max_new_tokens
     max_tokens = the_runs if arguments.max_tokens is None else arguments.max_tokens
-    sampler: Decoding = Greedy() if arguments.beams is None else _beam_search(arguments, model)
+    sampler: Decoding = Greedy() if arguments.beams is None else beam_search(arguments, model)
     if arguments.beams is not None and metrics == ["loss"]:
         raise ValueError("expected a metric of generated text with --beams, got only the loss")
     total = len(examples)
@@ -178,45 +167,6 @@ def evaluate(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _beam_search(arguments: argparse.Namespace, model: TextModel, num_best: int = 1) -> BeamSearch:
-    given = {} if arguments.alpha is None else {"alpha": arguments.alpha}
-    search = BeamSearch(width=arguments.beams, num_best=num_best, **given)
-    search.check(1, model.config.target_vocab_size)  # also where no text will come
-    return search
-
-
-_SPLITS = (["test"], ["validation"])
-"""What a run has; any other split is files."""
-
-
-def _data_config(arguments: argparse.Namespace, config: TrainConfig | None) -> DataConfig:
-    """The run's, with the JSONL keys that were given."""
-    fields = {"source_field": arguments.source_field, "target_field": arguments.target_field}
-    given = {name: field for name, field in fields.items() if field is not None}
-    return dataclasses.replace((TrainConfig() if config is None else config).data, **given)
-
-
-def _read_split(split: Sequence[str], data: DataConfig, *, is_run: bool) -> Examples:
-    """What is measured on: in line-aligned files each line, in other files each different source."""
-    examples = _read_pairs(split, data, is_run=is_run)
-    return examples if list(split) in _SPLITS or len(split) == 2 else examples.merged()
-
-
-def _read_pairs(split: Sequence[str], data: DataConfig, *, is_run: bool) -> Examples:
-    """The rows of a split as they stand."""
-    if list(split) not in _SPLITS:
-        # Files of one's own need not be of the run's kind: its format holds where neither number nor ending decides.
-        decided = len(split) == 2 or split[0].removesuffix(".gz").endswith((".json", ".jsonl"))
-        format = data.format if is_run and not decided and data.format != "lines" else "auto"
-        return read_examples(split, format, data.source_field, data.target_field)
-    if not is_run:
-        raise ValueError(f"a model's folder has no {split[0]} data: give files, as in --split test.tsv")
-    examples = getattr(load_splits(data, split), split[0])
-    if not len(examples):
-        raise ValueError(f"the run has no {split[0]} data: give files, as in --split test.tsv")
-    return examples
-
-
 def _loss(model: TextModel, examples: Examples, batch: BatchConfig) -> tuple[dict[str, float], LengthReport]:
     """Loss and perplexity over all right answers, and how many answers there were and were left out."""
     limits = (model.config.max_source_length, model.config.max_target_length)
@@ -225,148 +175,12 @@ def _loss(model: TextModel, examples: Examples, batch: BatchConfig) -> tuple[dic
     return held_out_loss(make_eval_step(model.model), model.prepared_params, batches), report
 
 
-def generate(arguments: argparse.Namespace) -> int:
-    """Answers texts, a line for a line."""
-    model, config = _load(arguments)
-    options = {name: getattr(arguments, name) for name in ("temperature", "top_k", "top_p", "min_p")}
-    options = {name: value for name, value in options.items() if value is not None}
-    num_best = 1 if arguments.n_best is None else arguments.n_best
-    sampler: Decoding = Sampling(**options) if options else Greedy()
-    if arguments.beams is not None:
-        sampler = _beam_search(arguments, model, num_best)
-    if arguments.texts:
-        name, groups = "argument", iter([(1, arguments.texts)])
-    elif arguments.input is not None:
-        name, groups = f"{arguments.input}, line", file_lines(arguments.input)
-    else:
-        if sys.stdin is None:
-            raise ValueError("expected texts, --input or an open standard input")
-        # A line's random key follows from its place in its group: groups must not depend on when lines arrive.
-        whole_groups = bool(options) and not sys.stdin.isatty()
-        name, groups = "standard input, line", group_lines(sys.stdin.buffer, whole_groups=whole_groups)
-    seed = arguments.seed or 0
-    constraints = _constraints(arguments)
-    prefix = arguments.prefix or ""
-    known_ids("prefix", [prefix], model.target_tokenizer)  # says what is wrong also where no text will come
-    model.generate([], constraints=constraints)
-    answers = answer_lines(
-        model, groups, name=name, max_tokens=arguments.max_tokens, sampler=sampler, seed=seed, constraints=constraints,
-        prefix=prefix,
-    )  # fmt: skip
-    if arguments.table:
-        headings = ("word", "pronunciation") if config and config.data.task == "cmudict" else ("text", "answer")
-        _print_table([pair for group in answers for pair in group], headings)
-        return 0
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(encoding="utf-8")
-    for group in answers:
-        links = _word_pairs(model, group) if arguments.alignments else itertools.repeat(None)
-        for text, found in group:
-            padded = [*found, *[None] * (num_best - len(found))]
-            for rank, answer in enumerate(padded, 1):
-                pairs = next(links) if answer is not None else [] if arguments.alignments else None
-                print(_line(text, rank, answer, pairs, scores=arguments.scores, as_json=arguments.json))
-        sys.stdout.flush()
-    return 0
-
-
-def _constraints(arguments: argparse.Namespace) -> TextConstraints | None:
-    names = {
-        "min_tokens": "min_tokens", "repetition_penalty": "repetition_penalty", "no_repeat_ngram": "no_repeat_ngram",
-        "ban": "banned_phrases", "require": "required_phrases",
-    }  # fmt: skip
-    given = {field: getattr(arguments, name) for name, field in names.items() if getattr(arguments, name) is not None}
-    return TextConstraints(**given) if given else None
-
-
-def _load(arguments: argparse.Namespace) -> tuple[TextModel, TrainConfig | None]:
-    """The model, on the device and in the weights that were asked for, and the settings of its run."""
-    if arguments.device is not None:
-        use_device(arguments.device)
-    folder, config = _find_model(arguments.run)
-    most = {} if arguments.batch_tokens is None else {"max_batch_tokens": arguments.batch_tokens}
-    return load(folder, weights=arguments.weights or ("auto" if config is None else config.dtype), **most), config
-
-
-def _word_pairs(model: TextModel, group: Sequence[tuple[str, list[Answer]]]) -> Iterator[list[tuple[int, int]]]:
-    """Which words of its text each answer looked at, in order."""
-    pairs = [(text, answer) for text, found in group for answer in found]
-    aligned = model.align([text for text, _ in pairs], [answer for _, answer in pairs])
-    return (alignment.pairs for alignment in aligned)
-
-
-def _line(
-    text: str,
-    rank: int,
-    answer: Answer | None,
-    pairs: list[tuple[int, int]] | None,
-    *,
-    scores: bool,
-    as_json: bool,
-) -> str:
-    if as_json:
-        nothing = {"text": "", "score": None, "finished": not text.strip()}  # a blank line, or no such hypothesis
-        shown = nothing if answer is None else dataclasses.asdict(answer)
-        aligned = {} if pairs is None else {"alignment": pairs}
-        shown = {key: shown[key] for key in ("text", "score", "finished")}
-        return json.dumps({"source": text, "rank": rank, **shown, **aligned}, ensure_ascii=False)
-    if answer is None:
-        return ""
-    columns = [" ".join(answer.text.split("\n"))]
-    columns += [f"{answer.score:.4f}"] if scores else []
-    columns += [] if pairs is None else [pharaoh(pairs)]
-    return "\t".join(columns)
-
-
-def _print_table(answers: Iterable[tuple[str, list[Answer]]], headings: tuple[str, str]) -> None:
-    table = rich.table.Table(*headings, rich.table.Column("score", justify="right"), box=rich.box.SIMPLE)
-    for text, found in answers:
-        for shown in [(answer.text, f"{answer.score:.2f}") for answer in found] or [("", "")]:
-            table.add_row(*map(rich.text.Text, (text, *shown)))
-    _Console(emoji=False).print(table)
-
-
-def score(arguments: argparse.Namespace) -> int:
-    """Scores pairs, a line for each."""
-    model, config = _load(arguments)
-    rows: Iterable[Sequence[Row]]
-    if arguments.split is None:
-        if sys.stdin is None:
-            raise ValueError("expected --split or an open standard input")
-        name = "standard input, line"
-        rows = pair_rows(group_lines(sys.stdin.buffer, whole_groups=False), name=name)
-    else:
-        examples = _read_pairs(arguments.split, _data_config(arguments, config), is_run=config is not None)
-        is_named = arguments.split in _SPLITS
-        name = f"{arguments.split[0]} data, row" if is_named else f"{' and '.join(arguments.split)}, line"
-        whole = list(zip(examples.sources, examples.references, strict=True))
-        rows = (whole[start : start + LINES_AT_ONCE] for start in range(0, len(whole), LINES_AT_ONCE))
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(encoding="utf-8")
-    for group in score_rows(model, rows, name=name):
-        for source, target, found in group:
-            if arguments.json:
-                shown = {"tokens": model.target_tokenizer.tokens(found.tokens), "token_scores": found.token_scores}
-                print(json.dumps({"source": source, "target": target, "score": found.score, **shown}))
-            else:
-                print(f"{found.score:.4f}")
-        sys.stdout.flush()
-    return 0
-
-
-class _Console(rich.console.Console):
-    """Ends as other output does when nobody reads it any more."""
-
-    def on_broken_pipe(self) -> None:
-        raise BrokenPipeError
-
-
 def info(arguments: argparse.Namespace) -> int:
     """Says what a run or a model is."""
     path: Path = arguments.run
-    is_run = not _is_model(path) and (path / "config.json").is_file()
+    is_run = not is_model(path) and (path / "config.json").is_file()
     config = RunFolder(path).read_config() if is_run else None
-    model_config = load_model(_find_model(path)[0]).config if config is None else config.model
+    model_config = load_model(find_model(path)[0]).config if config is None else config.model
     parts = count_by_part(param_shapes(model_config))
     size = _cache_size(model_config, arguments.batch, arguments.source_length, arguments.length)
     metrics = _metrics_so_far(path / "metrics.jsonl")
@@ -423,27 +237,6 @@ def _metrics_so_far(path: Path) -> dict[str, dict[str, Any]]:
             continue
         rows[row.pop("split")] = {key: value for key, value in row.items() if key != "samples"}
     return rows
-
-
-def _is_model(path: Path) -> bool:
-    # A folder that is being replaced is elsewhere for a moment: see tfm.store.
-    folder = path.resolve()
-    return (folder / "model.safetensors").is_file() or (folder.parent / f".{folder.name}.previous").exists()
-
-
-def _find_model(path: Path) -> tuple[Path, TrainConfig | None]:
-    """The model folder that is meant, and the settings of its run; a run's best model, or else its last one."""
-    if _is_model(path):
-        beside = path.absolute().parent / "config.json"
-        inside = path.name in ("best", "last") and beside.is_file()
-        return path, from_json(beside.read_text(encoding="utf-8")) if inside else None
-    if not (path / "config.json").is_file():
-        raise ValueError(f"expected the folder of a run or of a model, got {path}, which is neither")
-    config = RunFolder(path).read_config()
-    for name in ("best", "last"):
-        if _is_model(path / name):
-            return path / name, config
-    raise ValueError(f"the run in {path} has no model yet: one is written with its first validation or checkpoint")
 
 
 def _print_parameters(parts: dict[str, int]) -> None:

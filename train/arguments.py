@@ -1,0 +1,246 @@
+"""What each command takes: its options, what they mean, and which of them do not go together.
+
+Nothing here imports JAX, so that help and mistakes answer at once.
+"""
+
+import argparse
+from pathlib import Path
+from typing import Any, NoReturn
+
+from tfm.config import PRESETS
+from train import schema
+from train.config import recipe_names
+
+
+class UsageError(ValueError):
+    """Arguments that cannot be understood."""
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse whose mistakes are exceptions, and which names the nearest option for one that it does not have."""
+
+    def __init__(self, command: str, **settings: Any) -> None:
+        super().__init__(
+            prog=f"tfm {command}", allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter, **settings
+        )
+        if command != "init":
+            self.add_argument("--no-compilation-cache", action="store_true", help="compile all anew, and keep nothing")
+
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(f"{message}; see {self.prog} --help")
+
+    def hyphenated(self, arguments: list[str]) -> list[str]:
+        """With this parser's options as it has them: `--max_tokens` is `--max-tokens`, as settings are spelt."""
+        known = {option.replace("_", "-") for action in self._actions for option in action.option_strings}
+
+        def spelt(word: str) -> str:
+            name, equals, value = word.partition("=")
+            hyphenated = name.replace("_", "-")
+            return hyphenated + equals + value if name.startswith("--") and hyphenated in known else word
+
+        end = arguments.index("--") if "--" in arguments else len(arguments)
+        return [spelt(word) for word in arguments[:end]] + arguments[end:]
+
+    def parse(self, arguments: list[str]) -> argparse.Namespace:
+        """What lies behind `--` is no option, whatever it begins with; in front of it options and words may mix."""
+        end = arguments.index("--") if "--" in arguments else len(arguments)
+        # argparse takes a second `--` away, too, where words and options mix: so it sees none
+        plain = [_NO_OPTION + word for word in arguments[end + 1 :]]
+        parsed, unknown = self.parse_known_intermixed_args(self.hyphenated(arguments[:end]) + plain)
+        if unknown:
+            options = [option for action in self._actions for option in action.option_strings]
+            given = unknown[0].partition("=")[0]
+            self.error(f"unknown option {given!r}; the nearest known one is {schema.nearest(given, options)!r}")
+        return argparse.Namespace(**{name: _as_given(value) for name, value in vars(parsed).items()})
+
+
+_NO_OPTION = "\0"
+"""No argument of a process has this character."""
+
+
+def _as_given(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_as_given(item) for item in value]
+    return type(value)(str(value).removeprefix(_NO_OPTION)) if isinstance(value, str | Path) else value
+
+
+# --- the commands
+
+
+def train_parser() -> Parser:
+    parser = Parser(
+        "train",
+        usage="tfm train RECIPE-OR-FILE [--run DIR] [--dry-run] [--json] [--section.key value …]\n"
+        "       tfm train --run DIR    (goes on with the run that is there)",
+        description="Trains a model, or goes on with a run that was stopped.\n\n"
+        f"RECIPE-OR-FILE is one of {', '.join(recipe_names())}, or a TOML file as tfm init writes it.\n"
+        "Every setting of it can be changed: --steps 500 --optimizer.learning_rate 3e-4 --model.preset small\n"
+        "--model.gated --data.train train.en train.de; tfm train RECIPE-OR-FILE --help lists the settings.\n"
+        f"Presets, the sizes of a model: {', '.join(PRESETS)}.",
+        add_help=False,
+    )
+    parser.add_argument("-h", "--help", action="store_true", help="this, or with RECIPE-OR-FILE all of its settings")
+    parser.add_argument("--run", type=Path, metavar="DIR", help="the run's folder (default: runs/NAME-OF-RECIPE)")
+    parser.add_argument("--dry-run", action="store_true", help="read, tokenize, say shapes and memory; train nothing")
+    parser.add_argument("--json", action="store_true", help="the result as one JSON object")
+    return parser
+
+
+OPTIONS_OF_TRAIN = ("run", "dry-run", "json", "no-compilation-cache", "help", "model.preset")
+"""Options of `tfm train` that are no settings."""
+
+
+def evaluate_arguments(arguments: list[str]) -> argparse.Namespace:
+    parser = Parser("evaluate", description="Measures a trained model on pairs that it was not trained on.")
+    parser.add_argument("run", type=Path, metavar="RUN", help="a run's folder (its best model is taken) or a model's")
+    parser.add_argument(
+        "--split", nargs="+", default=["test"], metavar="SPLIT",
+        help="test (the default) or validation, as the run has them, or files: two line-aligned ones, a TSV or a JSONL",
+    )  # fmt: skip
+    parser.add_argument(
+        "--metrics", nargs="+", metavar="METRIC",
+        help="of loss, exact-match, wer, ter, bleu, chrf, rouge1, rouge2, rougeL (default: the run's own metric)",
+    )  # fmt: skip
+    parser.add_argument("--max-tokens", type=int, metavar="N", help="limit of generated tokens (default: the run's)")
+    _add_decoding(parser)
+    parser.add_argument("--source-field", metavar="KEY", help="JSONL key of the source (default: the run's)")
+    parser.add_argument("--target-field", metavar="KEY", help="JSONL key of the target (default: the run's)")
+    parser.add_argument("--json", action="store_true", help="the result as one JSON object")
+    parsed = parser.parse(arguments)
+    _check_beams(parser, parsed)
+    return parsed
+
+
+def generate_arguments(arguments: list[str]) -> argparse.Namespace:
+    parser = Parser(
+        "generate",
+        description="Answers texts, one line a line, in their order; an empty line gets an empty line.\n\n"
+        "Without texts and --input, standard input is read, and answered while it comes. Without sampling options\n"
+        "decoding is greedy: the likeliest token at each step. With --beams it is beam search.",
+    )
+    parser.add_argument("run", type=Path, metavar="RUN", help="a run's folder (its best model is taken) or a model's")
+    parser.add_argument("texts", nargs="*", default=[], metavar="TEXT", help="what to answer")
+    parser.add_argument("--input", type=Path, metavar="FILE", help="a text a line, UTF-8, plain or .gz")
+    parser.add_argument("--max-tokens", type=int, metavar="N", help="the most tokens of an answer")
+    parser.add_argument("--temperature", type=float, metavar="X", help="sample: 1 as the model says, less is sharper")
+    parser.add_argument("--top-k", type=int, metavar="K", help="sample from the K likeliest tokens")
+    parser.add_argument("--top-p", type=float, metavar="P", help="sample from the likeliest that together have P")
+    parser.add_argument("--min-p", type=float, metavar="P", help="sample from tokens at least P times the likeliest")
+    parser.add_argument("--seed", type=int, metavar="N", help="of sampling (default: 0)")
+    _add_decoding(parser)
+    parser.add_argument("--n-best", type=int, metavar="N", help="N lines a line: the N best of --beams, best first")
+    _add_constraints(parser)
+    parser.add_argument(
+        "--alignments", action="store_true",
+        help="a tab and SOURCE-TARGET pairs of words, counted from 0, that attention joins, behind each line",
+    )  # fmt: skip
+    _add_machine(parser)
+    shown = parser.add_mutually_exclusive_group()
+    shown.add_argument("--scores", action="store_true", help="a tab and the answer's log-probability behind each line")
+    shown.add_argument("--table", action="store_true", help="text, answer and score as a table")
+    shown.add_argument("--json", action="store_true", help="a JSON object a line")
+    parsed = parser.parse(arguments)
+    if parsed.texts and parsed.input:
+        parser.error("expected texts or --input, not both")
+    sampling = [parsed.temperature, parsed.top_k, parsed.top_p, parsed.min_p]
+    if parsed.seed is not None and all(option is None for option in sampling):
+        parser.error("--seed without --temperature, --top-k, --top-p or --min-p: nothing is drawn")
+    if parsed.beams is not None and any(option is not None for option in sampling):
+        parser.error("expected --beams or sampling options, not both")
+    _check_beams(parser, parsed)
+    if parsed.n_best is not None and parsed.beams is None:
+        parser.error("--n-best without --beams: greedy decoding and sampling give one answer")
+    if parsed.alignments and parsed.table:
+        parser.error("expected --alignments or --table, not both")
+    _check_machine(parser, parsed)
+    return parsed
+
+
+def score_arguments(arguments: list[str]) -> argparse.Namespace:
+    parser = Parser(
+        "score",
+        description="Says how likely given answers are, by the natural logarithm of the probability of each, end\n"
+        "included, a line a pair, in order. Without --split, lines source<TAB>target are read from standard\n"
+        "input, and scored while they come. Of a source with several answers, each is a pair.",
+    )
+    parser.add_argument("run", type=Path, metavar="RUN", help="a run's folder (its best model is taken) or a model's")
+    parser.add_argument(
+        "--split", nargs="+", metavar="SPLIT",
+        help="files, two line-aligned ones, a TSV or a JSONL; or test or validation, as the run has them",
+    )  # fmt: skip
+    _add_weights(parser)
+    parser.add_argument("--source-field", metavar="KEY", help="JSONL key of the source (default: the run's)")
+    parser.add_argument("--target-field", metavar="KEY", help="JSONL key of the target (default: the run's)")
+    _add_machine(parser)
+    parser.add_argument("--json", action="store_true", help="a JSON object a line, with the score of each token")
+    parsed = parser.parse(arguments)
+    if parsed.split is None and (parsed.source_field is not None or parsed.target_field is not None):
+        parser.error("--source-field and --target-field are for JSONL files: expected --split")
+    _check_machine(parser, parsed)
+    return parsed
+
+
+def info_arguments(arguments: list[str]) -> argparse.Namespace:
+    parser = Parser("info", description="Says what a run or a model is: settings, parameters, cache, metrics so far.")
+    parser.add_argument("run", type=Path, metavar="RUN", help="a run's or a model's folder")
+    parser.add_argument("--batch", type=int, default=1, metavar="B", help="rows of the cache (default: 1)")
+    parser.add_argument("--source-length", type=int, metavar="S", help="source tokens (default: the most it accepts)")
+    parser.add_argument("--length", type=int, metavar="C", help="target tokens (default: the most it accepts)")
+    parser.add_argument("--json", action="store_true", help="as one JSON object")
+    return parser.parse(arguments)
+
+
+def init_arguments(arguments: list[str]) -> argparse.Namespace:
+    parser = Parser("init", description="Writes a recipe with every setting, its default and what it means.")
+    parser.add_argument("file", nargs="?", default="recipe.toml", help="default: recipe.toml; -: standard output")
+    return parser.parse(arguments)
+
+
+# --- what several of them take
+
+
+def _add_machine(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--device", metavar="D", help="cpu, gpu or tpu (default: the fastest that there is)")
+    parser.add_argument("--batch-tokens", type=int, metavar="N", help="the most tokens of a batch, padding included")
+
+
+def _check_machine(parser: Parser, parsed: argparse.Namespace) -> None:
+    if parsed.batch_tokens is not None and parsed.batch_tokens < 1:
+        parser.error(f"expected --batch-tokens of at least 1, got {parsed.batch_tokens}")
+
+
+def _add_weights(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--weights", choices=["float32", "bfloat16", "int8"],
+        help="what the model's matrices are rounded to while it generates (default: as the run has it)",
+    )  # fmt: skip
+
+
+def _add_decoding(parser: argparse.ArgumentParser) -> None:
+    _add_weights(parser)
+    parser.add_argument("--beams", type=int, metavar="W", help="beam search: follow the W likeliest hypotheses")
+    parser.add_argument(
+        "--alpha", type=float, metavar="A",
+        help="of beam search: ranks by log P / ((5 + length) / 6)^A (default: 0.6)",
+    )  # fmt: skip
+
+
+def _add_constraints(parser: argparse.ArgumentParser) -> None:
+    rules = parser.add_argument_group("what may and must come in an answer")
+    rules.add_argument("--min-tokens", type=int, metavar="N", help="no end before N tokens")
+    rules.add_argument(
+        "--repetition-penalty", type=float, metavar="X",
+        help="divides the positive logits of tokens that came already, and multiplies the negative ones (1: off)",
+    )  # fmt: skip
+    rules.add_argument("--no-repeat-ngram", type=int, metavar="N", help="no N tokens come twice (0: off)")
+    rules.add_argument("--ban", nargs="+", action="extend", metavar="PHRASE", help="phrases that may not come")
+    rules.add_argument("--require", nargs="+", action="extend", metavar="PHRASE", help="phrases that must come")
+    rules.add_argument("--prefix", metavar="TEXT", help="what each answer begins with")
+
+
+def _check_beams(parser: Parser, parsed: argparse.Namespace) -> None:
+    if parsed.alpha is not None and parsed.beams is None:
+        parser.error("--alpha without --beams: only beam search ranks hypotheses")
+    num_best = getattr(parsed, "n_best", None)
+    if None not in (num_best, parsed.beams) and num_best > parsed.beams:
+        parser.error(f"expected --n-best of at most --beams, {parsed.beams}, got {num_best}")
