@@ -14,7 +14,9 @@ from scipy import stats
 from tiny_models import V, compiled_fast, random_ids, random_params, tiny_config, tiny_model
 from tolerances import assert_close, assert_same_bits
 
+from tfm.decoding import arguments as arguments_module
 from tfm.decoding import generate as generate_module
+from tfm.decoding.arguments import Arguments
 from tfm.decoding.generate import generate
 from tfm.decoding.sampling import Greedy, Sampling
 from tfm.nn.cache import cache_bytes
@@ -334,7 +336,7 @@ def test_max_tokens_within_a_bucket_compile_nothing():
 
 
 def test_capacity_grows_in_powers_of_two_up_to_what_the_model_accepts():
-    capacity = functools.partial(generate_module._capacity, capacity=None)
+    capacity = functools.partial(arguments_module._capacity, capacity=None)
     assert [capacity(n, 1, 100) for n in (0, 16, 17, 32, 33, 64, 65, 100)] == [16, 16, 32, 32, 64, 64, 100, 100]
     assert capacity(np.array([3, 40]), 1, 100) == 64
     assert [capacity(n, 14, 100) for n in (3, 4)] == [16, 32]
@@ -371,8 +373,9 @@ def test_the_loop_holds_one_cache(config):
     """Each step writes into the cache that the loop carries; a copy would double the memory and cost its bandwidth."""
     config = config.replace(max_target_length=4096, head_dim=32)  # or scores and biases would weigh as much
     lengths, keys = np.full(B, S, np.int32), jax.random.split(jax.random.key(0), B)
-    inputs = (SOURCE, lengths, np.ones((B, 1), np.int32), np.ones(B, np.int32), Greedy(), lengths, keys)
-    lowered = generate_module._generate.lower(tiny_model(config), random_params(config), *inputs, capacity=4096)
+    arguments = Arguments(SOURCE, lengths, np.ones((B, 1), np.int32), np.ones(B, np.int32), lengths, None)
+    inputs = (tiny_model(config), random_params(config), arguments, Greedy(), keys)
+    lowered = generate_module._generate.lower(*inputs, capacity=4096)
     cache = cache_bytes(config, batch=B, source_length=S, capacity=4096)
     assert cache / 2 < lowered.compile().memory_analysis().temp_size_in_bytes < 1.5 * cache
 

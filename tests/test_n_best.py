@@ -11,6 +11,7 @@ from tiny_models import V, compiled_fast, random_ids, random_params, tiny_config
 from tolerances import assert_close, assert_same_bits
 
 from tfm.decoding import generate as generate_module
+from tfm.decoding.arguments import Arguments
 from tfm.decoding.beam import BeamSearch
 from tfm.decoding.generate import generate, generate_n_best
 from tfm.decoding.inference import decode_step, prefill
@@ -171,9 +172,9 @@ def test_it_works_inside_a_callers_jit(config):
 
 def test_the_loop_holds_no_second_cache_beside_the_reordered_one():
     config = CONFIGS[0].replace(max_target_length=4096, head_dim=32)
-    lengths, search = np.full(B, S, np.int32), BeamSearch(width=W, alpha=jnp.float32(0.6))
-    inputs = (SOURCE, lengths, np.ones((B, 1), np.int32), np.ones(B, np.int32), search, lengths)
-    lowered = generate_module._generate_n_best.lower(tiny_model(config), random_params(config), *inputs, capacity=4096)
+    lengths, search = np.full(B, S, np.int32), BeamSearch(width=W).as_arrays()
+    arguments = Arguments(SOURCE, lengths, np.ones((B, 1), np.int32), np.ones(B, np.int32), lengths, None)
+    lowered = generate_module._search.lower(tiny_model(config), random_params(config), arguments, search, capacity=4096)
     cache = 2 * B * W * 4096 * config.kv_heads * 32 * 4
     assert cache / 2 < lowered.compile().memory_analysis().temp_size_in_bytes < 2.6 * cache
 
@@ -183,7 +184,7 @@ def test_what_cannot_be_is_refused():
         run(CONFIGS[0], search=BeamSearch(width=V + 1))
     with pytest.raises(ValueError, match="expected num_best from 1 to the width 2, got 3"):
         run(CONFIGS[0], search=BeamSearch(width=2, num_best=3))
-    with pytest.raises(ValueError, match=r"expected BeamSearch\(…\) as search, got Greedy"):
+    with pytest.raises(ValueError, match=r"expected BeamSearch\(…\) or Samples\(…\) as search, got Greedy"):
         inspect.unwrap(generate_n_best)(
             tiny_model(CONFIGS[0]), random_params(CONFIGS[0]), SOURCE, max_tokens=1, search=Greedy()
         )

@@ -18,12 +18,13 @@ from tiny_models import compiled_fast
 
 import tfm
 from tfm import pipeline
+from tfm.answering import Answer
 from tfm.config import ModelConfig, preset
 from tfm.decoding.beam import BeamSearch
 from tfm.decoding.sampling import Greedy, Sampling
 from tfm.nn.params import init_params
 from tfm.nn.transformer import build_model
-from tfm.pipeline import Answer, TextModel
+from tfm.pipeline import TextModel
 from tfm.tokenizer import Tokenizer
 
 WORDS = [*"abcdefghijkl"]

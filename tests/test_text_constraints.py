@@ -9,9 +9,10 @@ from compile_counter import count_compilations
 from test_pipeline import CONFIG, TOKENIZER, make_model, random_texts
 from tiny_models import compiled_fast
 
+from tfm.answering import Answer
 from tfm.decoding.beam import BeamSearch
 from tfm.decoding.sampling import Greedy, Sampling
-from tfm.pipeline import Answer, TextModel
+from tfm.pipeline import TextModel
 from tfm.text_constraints import TextConstraints, encode_constraints, known_ids
 from tfm.tokenizer import Tokenizer
 

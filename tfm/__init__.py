@@ -8,39 +8,47 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from tfm.answering import Answer
     from tfm.batch import Batch, make_batch
     from tfm.config import PRESETS, ModelConfig, preset
     from tfm.decoding.alignment import AttentionWeights, attention_weights, word_alignment
     from tfm.decoding.beam import BeamSearch, NBest
     from tfm.decoding.constraints import Constraints
-    from tfm.decoding.generate import Generation, generate, generate_n_best
+    from tfm.decoding.generate import generate, generate_n_best
     from tfm.decoding.inference import decode_step, prefill
-    from tfm.decoding.sampling import Greedy, Sampling
+    from tfm.decoding.mbr import MinimumBayesRisk
+    from tfm.decoding.sampling import Greedy, Samples, Sampling
     from tfm.decoding.score import Scores, score
+    from tfm.decoding.stepping import Generation
+    from tfm.decoding.stream import stream
     from tfm.nn.cache import Cache, cache_bytes
     from tfm.nn.params import count_params, init_params
     from tfm.nn.transformer import DecoderOnly, EncoderDecoder, build_model
     from tfm.pairs import Alignment, PairScore
-    from tfm.pipeline import Answer, TextModel, load
+    from tfm.pipeline import TextModel, load
     from tfm.store import StoredModel, load_model, save_model
     from tfm.text_constraints import TextConstraints
     from tfm.tokenizer import Tokenizer
 
 _HOMES = {
+    "tfm.answering": ("Answer",),
     "tfm.batch": ("Batch", "make_batch"),
     "tfm.config": ("PRESETS", "ModelConfig", "preset"),
     "tfm.decoding.alignment": ("AttentionWeights", "attention_weights", "word_alignment"),
     "tfm.decoding.beam": ("BeamSearch", "NBest"),
     "tfm.decoding.constraints": ("Constraints",),
-    "tfm.decoding.generate": ("Generation", "generate", "generate_n_best"),
+    "tfm.decoding.generate": ("generate", "generate_n_best"),
     "tfm.decoding.inference": ("decode_step", "prefill"),
-    "tfm.decoding.sampling": ("Greedy", "Sampling"),
+    "tfm.decoding.mbr": ("MinimumBayesRisk",),
+    "tfm.decoding.sampling": ("Greedy", "Samples", "Sampling"),
     "tfm.decoding.score": ("Scores", "score"),
+    "tfm.decoding.stepping": ("Generation",),
+    "tfm.decoding.stream": ("stream",),
     "tfm.nn.cache": ("Cache", "cache_bytes"),
     "tfm.nn.params": ("count_params", "init_params"),
     "tfm.nn.transformer": ("DecoderOnly", "EncoderDecoder", "build_model"),
     "tfm.pairs": ("Alignment", "PairScore"),
-    "tfm.pipeline": ("Answer", "TextModel", "load"),
+    "tfm.pipeline": ("TextModel", "load"),
     "tfm.store": ("StoredModel", "load_model", "save_model"),
     "tfm.text_constraints": ("TextConstraints",),
     "tfm.tokenizer": ("Tokenizer",),
@@ -51,8 +59,8 @@ __all__ = [  # noqa: RUF022 - grouped by module, as above
     "Batch", "make_batch",
     "PRESETS", "ModelConfig", "preset",
     "AttentionWeights", "attention_weights", "word_alignment",
-    "BeamSearch", "NBest", "Generation", "generate", "generate_n_best", "decode_step", "prefill", "Greedy", "Sampling",
-    "Constraints", "Scores", "score",
+    "BeamSearch", "NBest", "Generation", "generate", "generate_n_best", "stream", "decode_step", "prefill",
+    "Greedy", "MinimumBayesRisk", "Samples", "Sampling", "Constraints", "Scores", "score",
     "Cache", "cache_bytes", "count_params", "init_params",
     "DecoderOnly", "EncoderDecoder", "build_model",
     "Alignment", "PairScore",

@@ -5,6 +5,8 @@
     model(["a", "b"], max_tokens=20)                      # many, in the order given
     model.generate(["a"], sampler=Sampling(), seed=1)     # with scores, ids and whether the model ended by itself
     model.generate_n_best(["a"], sampler=BeamSearch(width=8, num_best=5))
+    model.generate(["a"], sampler=MinimumBayesRisk(num_samples=32, utility="chrf"))
+    for (answer,) in model.stream(["a"]): ...             # while it is written
     model.generate(["a"], prefixes=["b"], constraints=TextConstraints(required_phrases=["c d"]))
     model.score(["a"], ["b"])                             # how likely given answers are
     model.align(["a"], ["b"])                             # which words of a text they look at
@@ -20,45 +22,37 @@ are as near to each other, the other may come.
 
 import copy
 import dataclasses
-import operator
 import os
 import typing
-from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple, SupportsIndex, overload
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, Literal, SupportsIndex, TypedDict, Unpack, overload
 
-import jax
-import numpy as np
-
-from tfm.buckets import Buckets, Shape, power_of_two
+from tfm.answering import Answer, Engine
+from tfm.buckets import Buckets
 from tfm.config import ModelConfig
 from tfm.decoding.beam import BeamSearch
-from tfm.decoding.constraints import Constraints
-from tfm.decoding.requests import Decoding, Made, generate_rows, traceable, width_of
-from tfm.decoding.sampling import Greedy
+from tfm.decoding.mbr import MinimumBayesRisk
+from tfm.decoding.requests import Decoding, width_of
+from tfm.decoding.sampling import Greedy, Sampler, Samples
 from tfm.nn.attention import Kernel
 from tfm.nn.layers import compute_dtype
 from tfm.nn.params import Params, Weights, prepare_for_inference
 from tfm.nn.transformer import Model, build_model
 from tfm.pairs import Alignment, PairScore, Side, align_pairs, check_lengths, check_texts, score_pairs
 from tfm.store import check_params, check_tokenizers, load_model, save_model
-from tfm.text_constraints import EachText, TextConstraints, encode_constraints, known_ids, rows_of
+from tfm.text_constraints import EachText, TextConstraints
 from tfm.tokenizer import Tokenizer
 
-_MAX_SEED = 2**32 - 1
 
+class Options(TypedDict, total=False):
+    """What may be said about how texts are answered: see `TextModel.generate`."""
 
-@dataclasses.dataclass(frozen=True)
-class Answer:
-    """What the model made of one text."""
-
-    text: str
-    score: float
-    """Sum of the log-probabilities, natural, of all tokens generated, the end token included and a prefix not; the
-    model's own, whatever constraints made of them."""
-    tokens: list[int]
-    """The ids of `text`, a prefix included, without the end token."""
-    finished: bool
-    """True where the model ended by itself, False where the limit of tokens cut it off."""
+    max_tokens: SupportsIndex | None
+    sampler: Decoding
+    seed: SupportsIndex | Sequence[SupportsIndex]
+    constraints: EachText | None
+    prefixes: Sequence[str] | None
+    long_texts: Literal["error", "cut"]
 
 
 def load(
@@ -144,7 +138,14 @@ class TextModel:
         self.model: Model = build_model(config, dtype=dtype, attention_kernel=attention_kernel)
         self.prepared_params = prepare_for_inference(params, self.weights)
         """The same on the device, as `weights` says: what answers are made with."""
-        self._buckets = Buckets(config, max_batch, max_batch_tokens)
+        self._engine = Engine(
+            config,
+            self.model,
+            self.prepared_params,
+            source_tokenizer,
+            target_tokenizer,
+            Buckets(config, max_batch, max_batch_tokens),
+        )
 
     def __repr__(self) -> str:
         config = self.config
@@ -153,45 +154,16 @@ class TextModel:
         return f"TextModel({config.architecture}, {layers}, D {config.model_dim}, {self.weights})"
 
     @overload  # overlapping, because a str is an Iterable[str] too
-    def __call__(  # type: ignore[overload-overlap]
-        self,
-        texts: str,
-        *,
-        max_tokens: SupportsIndex | None = ...,
-        sampler: Decoding = ...,
-        seed: SupportsIndex = ...,
-        constraints: EachText | None = ...,
-        prefixes: Sequence[str] | None = ...,
-    ) -> str: ...
+    def __call__(self, texts: str, **options: Unpack[Options]) -> str: ...  # type: ignore[overload-overlap]
 
     @overload
-    def __call__(
-        self,
-        texts: Iterable[str],
-        *,
-        max_tokens: SupportsIndex | None = ...,
-        sampler: Decoding = ...,
-        seed: SupportsIndex = ...,
-        constraints: EachText | None = ...,
-        prefixes: Sequence[str] | None = ...,
-    ) -> list[str]: ...
+    def __call__(self, texts: Iterable[str], **options: Unpack[Options]) -> list[str]: ...
 
-    def __call__(
-        self,
-        texts: str | Iterable[str],
-        *,
-        max_tokens: SupportsIndex | None = None,
-        sampler: Decoding = Greedy(),  # noqa: B008 - frozen and without state
-        seed: SupportsIndex = 0,
-        constraints: EachText | None = None,
-        prefixes: Sequence[str] | None = None,
-    ) -> str | list[str]:
-        """The answer to one text, or the answers to several in the order given. Arguments are those of `generate`."""
-        several = [texts] if isinstance(texts, str) else texts
-        answers = self.generate(
-            several, max_tokens=max_tokens, sampler=sampler, seed=seed, constraints=constraints, prefixes=prefixes
-        )
-        return answers[0].text if isinstance(texts, str) else [answer.text for answer in answers]
+    def __call__(self, texts: str | Iterable[str], **options: Unpack[Options]) -> str | list[str]:
+        """The answer to one text, or the answers to several in the order given. Options are those of `generate`."""
+        if isinstance(texts, str):
+            return self.generate([texts], **options)[0].text
+        return [answer.text for answer in self.generate(texts, **options)]
 
     def generate(
         self,
@@ -199,9 +171,10 @@ class TextModel:
         *,
         max_tokens: SupportsIndex | None = None,
         sampler: Decoding = Greedy(),  # noqa: B008 - frozen and without state
-        seed: SupportsIndex = 0,
+        seed: SupportsIndex | Sequence[SupportsIndex] = 0,
         constraints: EachText | None = None,
         prefixes: Sequence[str] | None = None,
+        long_texts: Literal["error", "cut"] = "error",
     ) -> list[Answer]:
         """Answers every text.
 
@@ -209,13 +182,16 @@ class TextModel:
             texts: any number of texts. An empty text is a source of nothing but the end token.
             max_tokens: the most tokens of an answer, end token included. None: 2·S + 32, S being the padded source,
                 or the model's limit where that is less.
-            sampler: picks the tokens; or a beam search, of which the best hypothesis is taken.
-            seed: for a sampler that draws; each text's own random key comes from it and the text's place in `texts`.
+            sampler: picks the tokens; or a search among several answers, of which the best is taken.
+            seed: for what is drawn. One for all: each text's own random key comes from it and the text's place in
+                `texts`. Or one for each: then its key comes from that alone, whatever texts are beside it.
             constraints: what may and must come, for all texts or for each its own. What they change compiles nothing,
                 but which kinds of rules there are, and how many phrases and how long, to the next power of two.
             prefixes: what each answer begins with, of which `max_tokens` counts nothing; "" for nothing. A prefix and
                 what follows have at most the model's `max_target_length` tokens, padding of the prefix to a power of
                 two counted.
+            long_texts: a text of more tokens than the model accepts is an error, or is cut to its first ones, with a
+                warning.
 
         Returns:
             One answer a text, in order.
@@ -225,7 +201,13 @@ class TextModel:
                 more is required of an answer than it may have tokens; it says which, before any text is answered.
         """
         answers = self.generate_n_best(
-            texts, max_tokens=max_tokens, sampler=sampler, seed=seed, constraints=constraints, prefixes=prefixes
+            texts,
+            max_tokens=max_tokens,
+            sampler=sampler,
+            seed=seed,
+            constraints=constraints,
+            prefixes=prefixes,
+            long_texts=long_texts,
         )
         return [best for best, *_ in answers]
 
@@ -235,41 +217,69 @@ class TextModel:
         *,
         max_tokens: SupportsIndex | None = None,
         sampler: Decoding = BeamSearch(num_best=4),  # noqa: B008 - frozen and without state
-        seed: SupportsIndex = 0,
+        seed: SupportsIndex | Sequence[SupportsIndex] = 0,
         constraints: EachText | None = None,
         prefixes: Sequence[str] | None = None,
+        long_texts: Literal["error", "cut"] = "error",
     ) -> list[list[Answer]]:
         """Answers every text several times.
 
         Arguments and errors are those of `generate`.
 
         Returns:
-            A list for each text, in order, never empty: of a beam search its `num_best` hypotheses, the best first, or
-            all that it found, if those are fewer; of a sampler one answer.
+            A list for each text, in order, never empty: of a beam search or of samples their `num_best`, the best
+            first, or all that were found, if those are fewer; of a sampler one answer.
         """
-        if isinstance(texts, str) or not isinstance(texts, Iterable):
-            raise ValueError(f"expected several texts, got {texts!r}; put one text into a list")
-        texts = list(texts)
-        max_tokens = self._checked_max_tokens(max_tokens)
-        sampler = traceable(sampler, self.config.target_vocab_size)
-        number = _whole_number(seed)
-        if number is None or not 0 <= number <= _MAX_SEED:
-            raise ValueError(f"expected a whole number from 0 to {_MAX_SEED} as seed, got {seed!r}")
-        sources, prompts = self._encode(texts), self._prompts(prefixes, len(texts))
-        rules = encode_constraints(constraints, len(texts), self.target_tokenizer, self.config)
-        batches = list(self._batches(sources, prompts, max_tokens, width_of(sampler)))
-        if rules is not None:
-            limits = np.zeros(len(texts), np.int32)
-            for batch in batches:
-                limits[batch.indices] = batch.limit
-            rules.check_room(limits, np.array([len(ids) for ids in sources], np.int32))
-        answers: list[list[Answer]] = [[]] * len(texts)
-        for batch in batches:
-            begun = [prompts[i] for i in batch.indices]
-            made = self._run(batch, [sources[i] for i in batch.indices], begun, sampler, number, rules)
-            for i, found in zip(batch.indices, self._answers(made, begun), strict=True):
+        asked = self._engine.ask(
+            texts,
+            max_tokens=max_tokens,
+            sampler=sampler,
+            seed=seed,
+            constraints=constraints,
+            prefixes=prefixes,
+            long_texts=long_texts,
+        )
+        answers: list[list[Answer]] = [[]] * len(asked.sources)
+        for batch in asked.batches:
+            for i, found in zip(batch.indices, self._engine.run(asked, batch), strict=True):
                 answers[i] = found
         return answers
+
+    def stream(
+        self,
+        texts: Iterable[str],
+        *,
+        max_tokens: SupportsIndex | None = None,
+        sampler: Sampler = Greedy(),  # noqa: B008 - frozen and without state
+        seed: SupportsIndex | Sequence[SupportsIndex] = 0,
+        constraints: EachText | None = None,
+        prefixes: Sequence[str] | None = None,
+        long_texts: Literal["error", "cut"] = "error",
+    ) -> Iterator[list[Answer]]:
+        """Answers every text, and shows the answers while they are written.
+
+            for (answer,) in model.stream(["a text"]):
+                print(answer.text)
+
+        Arguments and errors are those of `generate`, but that there is no search among several answers: its best may
+        change with every token.
+
+        Returns:
+            An iterator of the answers to all texts as they are after the first, the second, … token of each. The last
+            are those of `generate`. A text never has half a character: one whose bytes have not all come waits.
+        """
+        if isinstance(sampler, BeamSearch | Samples | MinimumBayesRisk):
+            raise ValueError(f"expected Greedy() or Sampling(…) to stream, which is one answer a text, got {sampler!r}")
+        asked = self._engine.ask(
+            texts,
+            max_tokens=max_tokens,
+            sampler=sampler,
+            seed=seed,
+            constraints=constraints,
+            prefixes=prefixes,
+            long_texts=long_texts,
+        )
+        return self._engine.stream(asked)
 
     def score(self, texts: Iterable[str], answers: Iterable[str | Answer]) -> list[PairScore]:
         """How likely each answer is, by one pass over it and not one a token.
@@ -286,7 +296,7 @@ class TextModel:
             ValueError: a text or an answer is not a `str` or is longer than the model accepts, or they are not as many;
                 it says which, before any pair is scored.
         """
-        return score_pairs(self.model, self.prepared_params, self._buckets, *self._pairs(texts, answers))
+        return score_pairs(self.model, self.prepared_params, self._engine.buckets, *self._pairs(texts, answers))
 
     def align(
         self, texts: Iterable[str], answers: Iterable[str | Answer], *, layer: SupportsIndex | None = None
@@ -307,7 +317,7 @@ class TextModel:
         """
         tokenizers = (self.source_tokenizer, self.target_tokenizer)
         pairs = self._pairs(texts, answers)
-        return align_pairs(self.model, self.prepared_params, self._buckets, *tokenizers, *pairs, layer)
+        return align_pairs(self.model, self.prepared_params, self._engine.buckets, *tokenizers, *pairs, layer)
 
     def _pairs(self, texts: Any, answers: Any) -> tuple[list[Side], list[Side]]:
         """Texts and answers as ids. Raises ValueError for what cannot be a pair."""
@@ -317,7 +327,7 @@ class TextModel:
         texts, answers = list(texts), list(answers)
         if len(texts) != len(answers):
             raise ValueError(f"expected an answer for each of {len(texts)} texts, got {len(answers)}")
-        sources = [Side(text, ids) for text, ids in zip(texts, self._encode(texts), strict=True)]
+        sources = [Side(text, ids) for text, ids in zip(texts, self._engine.sources(texts), strict=True)]
         check_texts([answer.text if isinstance(answer, Answer) else answer for answer in answers], "answer")
         encoded = iter(self.target_tokenizer.encode_batch([answer for answer in answers if isinstance(answer, str)]))
         end, targets = [self.target_tokenizer.end_id], []
@@ -358,19 +368,20 @@ class TextModel:
         Raises:
             ValueError: an argument is out of range.
         """
-        config = self.config
-        max_tokens = self._checked_max_tokens(max_tokens)
-        sampler = traceable(sampler, self.config.target_vocab_size)
-        sizes = [*range(1, self._buckets.max_batch + 1)] if batch_sizes is None else list(batch_sizes)
+        config, buckets = self.config, self._engine.buckets
+        sizes = [*range(1, buckets.max_batch + 1)] if batch_sizes is None else list(batch_sizes)
         lengths = [*range(1, config.max_source_length + 1)] if source_lengths is None else list(source_lengths)
         if any(size < 1 for size in sizes):
             raise ValueError(f"expected batch sizes of at least 1, got {sizes}")
         if any(not 1 <= length <= config.max_source_length for length in lengths):
             raise ValueError(f"expected source lengths from 1 to {config.max_source_length}, got {lengths}")
-        rules = encode_constraints(constraints, 1, self.target_tokenizer, config)
-        shapes = self._buckets.shapes(sizes, lengths, max_tokens, width_of(sampler))
+        asked = self._engine.ask(
+            [""], max_tokens=max_tokens, sampler=sampler, seed=0, constraints=constraints, prefixes=None,
+            long_texts="error",
+        )  # fmt: skip
+        shapes = buckets.shapes(sizes, lengths, self._engine.checked_max_tokens(max_tokens), width_of(sampler))
         for shape in shapes:
-            jax.block_until_ready(self._run(_Batch([], shape, 1, 0), [], [], sampler, 0, rules))
+            self._engine.warm(asked, shape)
         return len(shapes)
 
     def replace_params(self, params: Params) -> "TextModel":
@@ -383,125 +394,9 @@ class TextModel:
         other = copy.copy(self)
         other.params = params
         other.prepared_params = prepare_for_inference(params, self.weights)
+        other._engine = dataclasses.replace(self._engine, params=other.prepared_params)
         return other
 
     def save(self, folder: str | os.PathLike[str]) -> None:
         """Writes a model folder that `load` reads: see `tfm.store.save_model`."""
         save_model(folder, self.config, self.params, self.source_tokenizer, self.target_tokenizer)
-
-    def _checked_max_tokens(self, max_tokens: SupportsIndex | None) -> int | None:
-        if max_tokens is None:
-            return None
-        number, most = _whole_number(max_tokens), self.config.max_target_length
-        if number is None or not 1 <= number <= most:
-            raise ValueError(
-                f"expected max_tokens from 1 to {most} (the model's max_target_length), got {max_tokens!r}"
-            )
-        return number
-
-    def _encode(self, texts: Sequence[str]) -> list[list[int]]:
-        """Source ids, end token included. Raises ValueError for the first text that cannot be one."""
-        check_texts(texts, "text")
-        end = [self.source_tokenizer.end_id]
-        sources = [ids + end for ids in self.source_tokenizer.encode_batch(list(texts))]
-        check_lengths(sources, "text", self.config.max_source_length, "max_source_length")
-        return sources
-
-    def _prompts(self, prefixes: Sequence[str] | None, count: int) -> list[list[int]]:
-        """The decoder's first tokens for each text. Raises ValueError for the first prefix that cannot be one."""
-        start = [self.config.start_id]
-        if prefixes is None:
-            return [start] * count
-        if isinstance(prefixes, str) or len(prefixes) != count:
-            raise ValueError(f"expected a prefix for each of {count} texts, got {prefixes!r}")
-        prompts = [start + ids for ids in known_ids("prefix", list(prefixes), self.target_tokenizer)]
-        most = self.config.max_target_length
-        for i, ids in enumerate(prompts):
-            if len(ids) > most:
-                raise ValueError(
-                    f"expected prefixes of at most {most - 1} tokens (the model's max_target_length {most}, "
-                    f"a start token among them), got {len(ids) - 1} for text {i}"
-                )
-        return prompts
-
-    def _batches(
-        self, sources: list[list[int]], prompts: list[list[int]], max_tokens: int | None, width: int
-    ) -> Iterable["_Batch"]:
-        """Texts whose sources and prompts are padded alike, so that neither pads another's."""
-        groups: dict[int, list[int]] = {}
-        for i, ids in enumerate(prompts):
-            groups.setdefault(min(power_of_two(len(ids)), self.config.max_target_length), []).append(i)
-        for length, members in groups.items():
-            lengths = [len(sources[i]) for i in members]
-            for places, shape in self._buckets.batches(lengths, max_tokens, width, length):
-                room = shape.capacity - length + 1
-                limit = room if max_tokens is None else min(max_tokens, room)
-                yield _Batch([members[place] for place in places], shape, length, limit)
-
-    def _run(
-        self,
-        batch: "_Batch",
-        sources: list[list[int]],
-        prompts: list[list[int]],
-        sampler: Decoding,
-        seed: int,
-        rules: Constraints | None,
-    ) -> Made:
-        """Runs one batch; rows beyond the sources hold one padding token and generate nothing."""
-        rows = batch.shape.rows
-        padded = np.full((rows, batch.shape.source_length), self.config.pad_id, np.int32)
-        prompt = np.full((rows, batch.prompt_length), self.config.start_id, np.int32)
-        lengths, prompt_lengths = np.ones(rows, np.int32), np.ones(rows, np.int32)
-        limits, places = np.zeros_like(lengths), np.zeros_like(lengths)
-        for row, (ids, begun) in enumerate(zip(sources, prompts, strict=True)):
-            padded[row, : len(ids)] = ids
-            prompt[row, : len(begun)] = begun
-            lengths[row], prompt_lengths[row] = len(ids), len(begun)
-        limits[: len(sources)] = batch.limit
-        places[: len(sources)] = batch.indices
-        return generate_rows(
-            self.model,
-            self.prepared_params,
-            padded,
-            lengths,
-            prompt,
-            prompt_lengths,
-            limits,
-            places,
-            np.uint32(seed),
-            sampler,
-            None if rules is None else rows_of(rules, batch.indices, rows),
-            capacity=batch.shape.capacity,
-        )
-
-    def _answers(self, made: Made, prompts: list[list[int]]) -> list[list[Answer]]:
-        made = jax.device_get(made)
-        answers: list[list[Answer]] = [[] for _ in prompts]
-        for row, (found, prompt) in enumerate(zip(answers, prompts, strict=True)):
-            there = np.flatnonzero(made.log_probs[row] != -np.inf)
-            there = there if len(there) else np.zeros(1, int)  # nothing was found: an empty answer of score -inf
-            lengths = made.lengths[row] - made.finished[row]
-            ids = [prompt[1:] + made.tokens[row, i, : lengths[i]].tolist() for i in there]
-            for i, tokens, text in zip(there, ids, self.target_tokenizer.decode_batch(ids), strict=True):
-                found.append(Answer(text, float(made.log_probs[row, i]), tokens, bool(made.finished[row, i])))
-        return answers
-
-
-class _Batch(NamedTuple):
-    """Texts that are answered at once."""
-
-    indices: list[int]
-    shape: Shape
-    prompt_length: int
-    limit: int
-    """The most new tokens of each."""
-
-
-def _whole_number(value: object) -> int | None:
-    """A whole number of any type, NumPy's too, but no bool; None for anything else."""
-    if isinstance(value, bool):
-        return None
-    try:
-        return operator.index(value)  # type: ignore[arg-type]
-    except TypeError:
-        return None

@@ -15,12 +15,13 @@ import jax
 
 from tfm.batch import make_batch
 from tfm.config import ModelConfig
+from tfm.decoding.requests import Decoding
 from tfm.decoding.sampling import Greedy
 from tfm.nn.cache import cache_bytes
 from tfm.nn.layers import compute_dtype, stream_dtype
 from tfm.nn.params import count_by_part, count_params, param_shapes
 from tfm.nn.transformer import build_model
-from tfm.pipeline import Decoding, TextModel, load
+from tfm.pipeline import TextModel, load
 from tfm.store import load_model
 from tfm.text_metrics import HIGHER_IS_BETTER, signature
 from train import loop, schema

@@ -8,8 +8,9 @@ from typing import Any
 import jax
 
 from tfm.batch import Batch
+from tfm.decoding.requests import Decoding
 from tfm.decoding.sampling import Greedy
-from tfm.pipeline import Decoding, TextModel
+from tfm.pipeline import TextModel
 from tfm.text_metrics import score_texts
 from train.loss import LossSums
 from train.tasks import Examples

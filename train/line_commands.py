@@ -12,9 +12,11 @@ import rich.box
 import rich.console
 import rich.table
 
+from tfm.answering import Answer
 from tfm.decoding.alignment import pharaoh
+from tfm.decoding.requests import Decoding
 from tfm.decoding.sampling import Greedy, Sampling
-from tfm.pipeline import Answer, Decoding, TextModel
+from tfm.pipeline import TextModel
 from tfm.text_constraints import TextConstraints, known_ids
 from train.command_inputs import SPLITS, beam_search, data_config, load_requested, read_pairs
 from train.streaming import LINES_AT_ONCE, Row, answer_lines, file_lines, group_lines, pair_rows, score_rows

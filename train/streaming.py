@@ -9,8 +9,10 @@ from typing import Any
 
 import numpy as np
 
+from tfm.answering import Answer
+from tfm.decoding.requests import Decoding
 from tfm.pairs import PairScore
-from tfm.pipeline import Answer, Decoding, TextModel
+from tfm.pipeline import TextModel
 from tfm.text_constraints import TextConstraints
 from train.reading import GZIP_MAGIC
 

@@ -77,7 +77,8 @@ def _attention_weights(
     num_source, num_target = source.shape[1], target.shape[1]
     is_source = (jnp.arange(num_source)[None] < source_lengths[:, None])[None, :, None]
     is_target = (jnp.arange(num_target)[None] < target_lengths[:, None])[None, :, None, :, None]
-    by_path = _watched_pass(model, params, source, source_lengths, teacher_forced(model, target))
+    plain = model.clone(kernel="plain")
+    _, by_path = watched(plain, params, source, source_lengths, teacher_forced(model, target))
 
     def layers(stack: str, attention: str) -> Array:
         return jnp.stack([weights for path, weights in by_path if (path[0], path[-1]) == (stack, attention)])
@@ -95,8 +96,10 @@ def _attention_weights(
     return AttentionWeights(jnp.where(is_target, over_itself, 0), jnp.where(is_target, over_source, 0), encoder)
 
 
-def _watched_pass(model: Model, params: Params, *inputs: Array) -> list[tuple[tuple[str, ...], Array]]:
-    """The path and the weights of every attention that a forward pass goes through, in that order."""
+def watched(
+    model: Model, params: Params, *inputs: typing.Any, method: str | None = None
+) -> tuple[typing.Any, list[tuple[tuple[str, ...], Array]]]:
+    """What a method of the model gives, and the path and the weights of every attention on the way, in that order."""
     found = []
 
     def watch(
@@ -111,8 +114,8 @@ def _watched_pass(model: Model, params: Params, *inputs: Array) -> list[tuple[tu
         return call(*args, **kwargs)
 
     with nn.intercept_methods(watch):
-        model.clone(kernel="plain").apply({"params": params}, *inputs)
-    return found
+        result = model.apply({"params": params}, *inputs, method=method)
+    return result, found
 
 
 def averaged(

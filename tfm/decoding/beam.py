@@ -7,12 +7,23 @@ longer hypotheses as α grows:
     gnmt     lp(n) = ((5 + n) / 6)^α      (Wu et al. 2016, equation 14)
     power    lp(n) = n^α                  (α = 1: the mean log-probability of a token)
 
+Where the attention that a hypothesis laid on each source token is known, β times a penalty for neglected ones is added:
+
+    coverage    cp(X, Y) = Σ over source tokens of log min(attention on it, summed over the tokens of Y, 1)
+                                      (Wu et al. 2016, equation 15)
+
 A row's search ends, at the latest when no incomplete hypothesis is left, by one of three rules:
 
     first-finished    one hypothesis is complete
     all-finished      W hypotheses are complete, W being the width
     provably-best     the num_best-th best complete score  ≥  max log P(incomplete) / lp(limit): tokens to come can only
-                      lower log P, and no penalty is larger than that of the limit, so no later one can be better
+                      lower log P, no penalty is larger than that of the limit, and coverage only lowers a score, so no
+                      later one can be better
+
+**Groups** (diverse beam search, Vijayakumar et al. 2018). W/G hypotheses each are searches of their own, with their own
+complete hypotheses and their own end. At each step they choose in turn, and to a group a token counts for λ less, in
+log-probability, for each time that groups before it have chosen it at this step (Hamming diversity, section 4.1). That
+decides what is followed; what ranks hypotheses in the end is their score without it. What two groups find is kept once.
 
 Where a caller has rules on what may come, they say at each step which tokens may, and by what hypotheses are ranked
 instead of log P, which is still summed and returned. Where something must come, hypotheses compete for places with
@@ -21,7 +32,7 @@ those that have met as much of it: see `_in_turns`.
 
 import dataclasses
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import flax.struct
@@ -31,6 +42,7 @@ import numpy as np
 
 from tfm.axes import Array, Bool, Float, Int
 from tfm.decoding.constraints import Constrained
+from tfm.decoding.growing import loop_while_growing
 from tfm.decoding.top_k import top_k
 
 MAX_ALPHA = 10
@@ -43,7 +55,7 @@ Stop = Literal["first-finished", "provably-best", "all-finished"]
 @typing.no_type_check  # pytrees are also built from shapes, specs and other non-arrays
 @flax.struct.dataclass
 class BeamSearch:
-    """How to search. α is traced; the rest decides what is compiled."""
+    """How to search. α, β and λ are traced; the rest decides what is compiled."""
 
     width: int = flax.struct.field(pytree_node=False, default=4)
     """W: incomplete hypotheses that are followed."""
@@ -53,6 +65,13 @@ class BeamSearch:
     """α of the length penalty, from 0 to 10: one for all rows or one for each."""
     length_penalty: LengthPenalty = flax.struct.field(pytree_node=False, default="gnmt")
     stop: Stop = flax.struct.field(pytree_node=False, default="provably-best")
+    coverage: Float[Array, "*B"] | float | None = None
+    """β of the coverage penalty, from 0 to 10: one for all rows or one for each. Wu et al. had 0.2. None: there is
+    none, and attention need not be looked at."""
+    groups: int = flax.struct.field(pytree_node=False, default=1)
+    """G: groups that the W hypotheses are divided into, equally."""
+    diversity: Float[Array, "*B"] | float = 0.5
+    """λ between groups, from 0 to 1,000: one for all rows or one for each. Vijayakumar et al. found 0.2 to 0.8 good."""
 
     def check(self, batch: int, vocab_size: int) -> None:
         """Raises ValueError for a setting out of its range; an α that is only known later is cut to its range."""
@@ -68,20 +87,43 @@ class BeamSearch:
             if getattr(self, name) not in typing.get_args(options):
                 expected = ", ".join(typing.get_args(options))
                 raise ValueError(f"expected a {name} of {expected}, got {getattr(self, name)!r}")
-        alpha = self.alpha if isinstance(self.alpha, jax.Array) else np.asarray(self.alpha)
-        if alpha.dtype == bool or not jnp.issubdtype(alpha.dtype, jnp.number) or alpha.shape not in ((), (batch,)):
-            raise ValueError(
-                f"expected one number as alpha or {batch}, one a row, got {alpha.dtype} of shape {alpha.shape}"
-            )
-        if not isinstance(alpha, jax.core.Tracer) and not np.all((alpha >= 0) & (alpha <= MAX_ALPHA)):
-            raise ValueError(f"expected alpha from 0 to {MAX_ALPHA}, got {self.alpha}")
+        if isinstance(self.groups, bool) or not isinstance(self.groups, int) or self.groups < 1:
+            raise ValueError(f"expected a whole number of at least 1 as groups, got {self.groups!r}")
+        if self.width % self.groups:
+            raise ValueError(f"expected groups that divide the width {self.width}, got {self.groups}")
+        for name, most in _RANGES.items():
+            _check_number(name, getattr(self, name), most, batch)
+
+    def as_arrays(self) -> "BeamSearch":
+        """The same with each number as an array of one dtype: to jit, 1 and 1.0 are two kinds of argument."""
+        return jax.tree.map(lambda number: jnp.asarray(number, jnp.float32), self)
 
     def penalty(self, lengths: Int[Array, "*B"]) -> Float[Array, "_ 1"]:
         """lp(lengths): one length for all rows, or one for each."""
         n = jnp.asarray(lengths, jnp.float32)
         base = (5 + n) / 6 if self.length_penalty == "gnmt" else jnp.maximum(n, 1)
-        alpha = jnp.clip(jnp.nan_to_num(jnp.asarray(self.alpha, jnp.float32)), 0, MAX_ALPHA)
-        return (base**alpha).reshape(-1, 1)
+        return base.reshape(-1, 1) ** _column(self.alpha, MAX_ALPHA)
+
+
+_RANGES = {"alpha": MAX_ALPHA, "coverage": 10, "diversity": 1000}
+"""The traced numbers of a search go from 0 to these."""
+
+
+def _check_number(name: str, value: typing.Any, most: int, batch: int) -> None:
+    if value is None and name == "coverage":
+        return
+    number = value if isinstance(value, jax.Array) else np.asarray(value)
+    if number.dtype == bool or not jnp.issubdtype(number.dtype, jnp.number) or number.shape not in ((), (batch,)):
+        raise ValueError(
+            f"expected one number as {name} or {batch}, one a row, got {number.dtype} of shape {number.shape}"
+        )
+    if not isinstance(number, jax.core.Tracer) and not np.all((number >= 0) & (number <= most)):
+        raise ValueError(f"expected {name} from 0 to {most}, got {value}")
+
+
+def _column(value: Array | float, most: int) -> Float[Array, "_ 1"]:
+    """A number for all rows or one for each, cut to its range, which a caller's jit cannot check."""
+    return jnp.clip(jnp.nan_to_num(jnp.asarray(value, jnp.float32)), 0, most).reshape(-1, 1)
 
 
 @typing.no_type_check
@@ -98,10 +140,12 @@ class NBest:
     log_probs: Float[Array, "B R"]
     """log P: the sum of the tokens' log-probabilities under the model as it is, whatever the rules made of it."""
     scores: Float[Array, "B R"]
-    """What ranks them: log P / lp(length). With a repetition penalty log P is that of the logits which it leaves, and a
-    hypothesis that ended because rules left nothing else is far below all others."""
+    """What ranks them: log P / lp(length), and β · cp where coverage counts. With a repetition penalty log P is that of
+    the logits which it leaves, and a hypothesis that ended because rules left nothing else is far below all others."""
     finished: Bool[Array, "B R"]
     """True where the hypothesis ended with the end token, False where its limit of tokens cut it off."""
+    unmet: Bool[Array, "B R"]
+    """True where it ended with the end token because rules left nothing else, so that some are not met."""
 
 
 State = Any
@@ -128,6 +172,9 @@ def beam_search(
     step: Callable[[Int[Array, "BW 1"], State], tuple[Float[Array, "BW V"], State]],
     reorder: Callable[[State, Int[Array, "BW"]], State],
     constrain: Callable[[Float[Array, "BW V"], Int[Array, "BW T"], Int[Array, ""]], Constrained] | None = None,
+    cover: Callable[[State], Float[Array, "BW"]] | None = None,
+    grow: Callable[[State, int], State] | None = None,
+    rooms: Sequence[int] = (),
     limits: Int[Array, "B"],
     max_tokens: int,
     end_id: int,
@@ -137,7 +184,8 @@ def beam_search(
 
     At each step the 2·W likeliest continuations of a row are looked at. Those of the first W that are complete are kept
     as such, as one that follows only one hypothesis would end where greedy decoding ends; the first W of all others go
-    on, and there are so many, for each hypothesis ends in one way only.
+    on, and there are so many, for each hypothesis ends in one way only. With groups that is said of each group, and of
+    W/G.
 
     Args:
         search: its settings, checked; the vocabulary has at least 2 tokens.
@@ -146,6 +194,10 @@ def beam_search(
         step: feeds one token to every hypothesis; gives the logits of the next one.
         reorder: has hypothesis i become a continuation of hypothesis parents[i], always one of the same row.
         constrain: from logits, each hypothesis's tokens so far and their number, which tokens may come next.
+        cover: cp of each hypothesis, the tokens counted up to the one whose logits came last. None: cp is 0.
+        grow: gives the state room for so many tokens.
+        rooms: the numbers of tokens that the state is given room for, one after another; the first is what it has, the
+            last is `max_tokens`. None: it has room for all.
         limits: the most tokens of each row, at most `max_tokens`. A row with 0 has one empty hypothesis.
         max_tokens: T of the result.
         end_id: ends a hypothesis.
@@ -154,7 +206,12 @@ def beam_search(
     Returns:
         `search.num_best` hypotheses a row.
     """
-    batch, width = logits.shape[0], search.width
+    # from here on a group is a row of its own, but for the choosing
+    groups, width = search.groups, search.width // search.groups
+    limits = jnp.repeat(limits, groups)
+    batch, diversity = limits.shape[0], search.diversity
+    search = jax.tree.map(lambda x: jnp.repeat(x, groups) if jnp.ndim(x) else x, search)
+    num_best = min(search.num_best, width)
     rows = jnp.arange(batch)[:, None]
 
     def going(live: NBest, complete: NBest, was: Array) -> Array:
@@ -166,13 +223,39 @@ def beam_search(
         if search.stop == "all-finished":
             return open_ & ~(complete.scores[:, -1] > -jnp.inf)
         bound = best_live / search.penalty(limits)[:, 0]
-        return open_ & ~(complete.scores[:, search.num_best - 1] >= bound)
+        return open_ & ~(complete.scores[:, num_best - 1] >= bound)
+
+    def choose(totals: Array, banks: Array | None, number: int) -> tuple[Array, Array]:
+        """The scores and the places of each row's best candidates, in the order in which they come."""
+        if banks is not None:
+            chosen = _in_turns(totals, banks)[:, :number]
+            return jnp.take_along_axis(totals, chosen, axis=1), chosen
+        scores, chosen = jax.lax.top_k(totals, number)
+        return scores, chosen
+
+    def choose_in_groups(totals: Array, tokens: Array, banks: Array | None, number: int) -> tuple[Array, Array]:
+        """The same, each group avoiding what the groups before it have chosen."""
+        by_group = jax.tree.map(lambda x: x.reshape(-1, groups, x.shape[-1]), (totals, tokens, banks))
+        taken: list[Array] = []
+        places = []
+        for group in range(groups):
+            scores, ids, group_banks = jax.tree.map(lambda x: x[:, group], by_group)  # noqa: B023 - called at once
+            times = sum(((ids[..., None] == chosen[:, None]).sum(axis=-1) for chosen in taken), jnp.zeros_like(ids))
+            less = _column(diversity, _RANGES["diversity"]) * times
+            _, place = choose(scores - less, group_banks, number)
+            first = place[:, :width]
+            there = jnp.take_along_axis(scores, first, axis=1) > -jnp.inf
+            taken.append(jnp.where(there, jnp.take_along_axis(ids, first, axis=1), -1))
+            places.append(place)
+        chosen = jnp.stack(places, axis=1).reshape(batch, number)
+        return jnp.take_along_axis(totals, chosen, axis=1), chosen
 
     def expand(loop: _Loop, logits: Array, state: State) -> tuple[_Loop, Array]:
         """One token more; and each new incomplete hypothesis's parent, as an index into the state."""
         live, length = loop.live, loop.step + 1
         logits = logits.reshape(batch, width, -1)
-        most = min(2 * width, logits.shape[-1])
+        # of each hypothesis so many that as many are left when earlier groups have chosen
+        most = min((groups + 1) * width, logits.shape[-1])
         log_z = jax.nn.logsumexp(logits, axis=-1, keepdims=True)
         ranked, ranked_log_z, rules = logits, log_z, None
         if constrain is not None:
@@ -186,13 +269,14 @@ def beam_search(
             best_tokens = jnp.concatenate([best_tokens, wanted], axis=-1)
         each = best.shape[-1]
         totals = (live.scores[..., None] + (best - ranked_log_z)).reshape(batch, -1)
-        number = min(2 * width, totals.shape[1])
+        banks = None
         if rules is not None and rules.banks is not None:
-            banks = jnp.take_along_axis(rules.banks.reshape(logits.shape), best_tokens, axis=-1)
-            chosen = _in_turns(totals, banks.reshape(batch, -1))[:, :number]
-            scores = totals[rows, chosen]
+            banks = jnp.take_along_axis(rules.banks.reshape(logits.shape), best_tokens, axis=-1).reshape(batch, -1)
+        number = min(2 * width, totals.shape[1])
+        if groups == 1:
+            scores, chosen = choose(totals, banks, number)
         else:
-            scores, chosen = jax.lax.top_k(totals, number)
+            scores, chosen = choose_in_groups(totals, best_tokens.reshape(batch, -1), banks, number)
         parents = chosen // each
         tokens = best_tokens.reshape(batch, -1)[rows, chosen]
         token_log_probs = logits[rows, parents, tokens] - log_z[rows, parents, 0]
@@ -211,10 +295,16 @@ def beam_search(
             log_probs=live.log_probs[rows, parents] + token_log_probs,
             scores=scores,
             finished=ended,
+            unmet=jnp.zeros_like(ended)
+            if rules is None
+            else ended & rules.is_stuck.reshape(batch, width)[rows, parents],
         )
         is_complete = ended | (length >= limits)[:, None]
         counts = is_complete & loop.going[:, None] & (jnp.arange(tokens.shape[1]) < width)[None]
-        new = dataclasses.replace(candidates, scores=jnp.where(counts, scores / search.penalty(length), -jnp.inf))
+        final = scores / search.penalty(length)
+        if cover is not None and search.coverage is not None:
+            final += _column(search.coverage, _RANGES["coverage"]) * cover(state).reshape(batch, width)[rows, parents]
+        new = dataclasses.replace(candidates, scores=jnp.where(counts, final, -jnp.inf))
         pool = jax.tree.map(lambda *both: jnp.concatenate(both, axis=1), loop.complete, new)
         complete = _take(pool, jax.lax.top_k(pool.scores, width)[1])
 
@@ -232,6 +322,10 @@ def beam_search(
         loop, parents = expand(loop, logits, state)
         return loop._replace(state=reorder(loop.state, parents))
 
+    def with_room(loop: _Loop, room: int) -> _Loop:
+        assert grow is not None
+        return loop._replace(state=grow(loop.state, room))
+
     empty = _nothing(batch, width, max_tokens, pad_id)
     # one hypothesis, the empty one: W equal ones would stay equal
     live = dataclasses.replace(empty, log_probs=jnp.zeros_like(empty.log_probs), scores=empty.scores.at[:, 0].set(0))
@@ -240,9 +334,17 @@ def beam_search(
         empty, scores=empty.scores.at[:, 0].set(at_once), log_probs=empty.log_probs.at[:, 0].set(at_once)
     )
     start = _Loop(jnp.int32(0), live, complete, limits > 0, state)
-    loop, _ = expand(start, jnp.broadcast_to(logits[:, None], (batch, width, logits.shape[-1])), state)
-    loop = jax.lax.while_loop(lambda loop: loop.going.any(), advance, loop)
-    best = jax.tree.map(lambda x: x[:, : search.num_best], loop.complete)
+    loop, _ = expand(start, jnp.repeat(logits, groups * width, axis=0), state)
+    complete = loop_while_growing(
+        loop,
+        rooms or [max_tokens],
+        goes_on=lambda loop: loop.going.any(),
+        step=lambda loop: loop.step,
+        advance=advance,
+        grow=with_room,
+        result=lambda loop: loop.complete,
+    )
+    best = _best_of_groups(complete, groups, search.num_best)
     missing = best.scores == -jnp.inf
     return dataclasses.replace(
         best,
@@ -251,7 +353,23 @@ def beam_search(
         lengths=jnp.where(missing, 0, best.lengths),
         log_probs=jnp.where(missing, -jnp.inf, best.log_probs),
         finished=best.finished & ~missing,
+        unmet=best.unmet & ~missing,
     )
+
+
+def _best_of_groups(complete: NBest, groups: int, num_best: int) -> NBest:
+    """The best of all groups of a row, those that an earlier group has found too left out."""
+    if groups == 1:
+        return jax.tree.map(lambda x: x[:, :num_best], complete)
+    together = jax.tree.map(lambda x: x.reshape(-1, groups * x.shape[1], *x.shape[2:]), complete)
+    equal = (together.lengths[:, :, None] == together.lengths[:, None]) & (
+        together.tokens[:, :, None] == together.tokens[:, None]
+    ).all(axis=-1)
+    there = together.scores > -jnp.inf
+    number = jnp.arange(there.shape[1])
+    again = (equal & there[:, None] & (number[None, :] < number[:, None])[None]).any(axis=-1)
+    scores = jnp.where(again, -jnp.inf, together.scores)
+    return _take(dataclasses.replace(together, scores=scores), jax.lax.top_k(scores, num_best)[1])
 
 
 def _nothing(batch: int, width: int, max_tokens: int, pad_id: int) -> NBest:
@@ -262,6 +380,7 @@ def _nothing(batch: int, width: int, max_tokens: int, pad_id: int) -> NBest:
         log_probs=jnp.full((batch, width), -jnp.inf, jnp.float32),
         scores=jnp.full((batch, width), -jnp.inf, jnp.float32),
         finished=jnp.zeros((batch, width), bool),
+        unmet=jnp.zeros((batch, width), bool),
     )
 
 

@@ -18,7 +18,6 @@ makes a candidate of every token that goes on with a phrase, and `Constrained.ba
 that have met as many required tokens.
 """
 
-import dataclasses
 import typing
 
 import flax.struct
@@ -174,13 +173,16 @@ class Constrained(typing.NamedTuple):
     """-inf where a token may not come; at least one is finite."""
     log_z: Float[Array, "BW 1"]
     """logits - log_z ranks hypotheses. Bans leave it as it is: a token is no likelier because others may not come."""
+    is_stuck: Bool[Array, "BW"]
+    """Nothing may come, so the end token does."""
     banks: Int[Array, "BW V"] | None = None
     """Required tokens met, were this token the next; None: nothing is required."""
     wanted: Int[Array, "BW P"] | None = None
     """The token with which each required phrase begins or goes on; V where it is in the output already."""
 
 
-@dataclasses.dataclass(frozen=True)
+@typing.no_type_check
+@flax.struct.dataclass
 class Rules:
     """`Constraints` for B·W hypotheses; see `Constraints.bind`."""
 
@@ -189,7 +191,7 @@ class Rules:
     prompt_lengths: Array
     source_lengths: Array
     limits: Array
-    end_id: int
+    end_id: int = flax.struct.field(pytree_node=False)
 
     def __call__(self, logits: Float[Array, "BW V"], output: Int[Array, "BW T"], step: Int[Array, ""]) -> Constrained:
         """Applies the rules to one step.
@@ -244,9 +246,12 @@ class Rules:
             allowed &= required.progress >= required.least(self.limits - 1 - step, n)[:, None]
         ends_unmet = is_end & ~allowed.any(axis=-1, keepdims=True)
         logits = jnp.where(allowed, logits, jnp.where(ends_unmet, logits - LAST_RESORT, -jnp.inf))
+        is_stuck = ends_unmet.any(axis=-1)
         if required is None:
-            return Constrained(logits, log_z)
-        return Constrained(logits, log_z, required.done[:, None] + required.progress, required.wanted(vocab_size))
+            return Constrained(logits, log_z, is_stuck)
+        return Constrained(
+            logits, log_z, is_stuck, required.done[:, None] + required.progress, required.wanted(vocab_size)
+        )
 
 
 class _Required(typing.NamedTuple):

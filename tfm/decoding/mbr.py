@@ -1,4 +1,4 @@
-"""Minimum Bayes risk: of sampled texts, the one that is nearest to all of them. On strings, with no model.
+"""Minimum Bayes risk: of sampled texts, the one that is nearest to all of them. On strings alone.
 
 The likeliest text of a model that spreads its belief over many is often a poor one: short, empty, or unlike everything
 else that the model finds likely (Eikema & Aziz 2020). So texts are drawn from the model, and the choice is that with
@@ -24,6 +24,7 @@ from typing import Literal
 import numpy as np
 
 from tfm.axes import Float
+from tfm.decoding.sampling import Samples, Sampling
 from tfm.text_metrics import pairwise_scores
 
 Utility = Literal["chrf", "bleu"]
@@ -39,11 +40,13 @@ class MinimumBayesRisk:
     """Draws texts, and answers with those of the highest expected utility."""
 
     num_samples: int = 32
-    """R: texts drawn for each source, at their own probabilities. Every two of them are compared."""
+    """R: texts drawn for each source. Every two of them are compared."""
     utility: Utility | UtilityFunction = "chrf"
     """What is expected: a metric by name, or any function of a hypothesis and a pseudo-reference."""
     num_best: int = 1
     """Texts that are returned, at most `num_samples`; fewer where fewer of the samples differ."""
+    sampler: Sampling = Sampling()  # noqa: RUF009 - frozen and without state
+    """How they are drawn: at the model's own probabilities, or others where it says so."""
 
     def check(self) -> None:
         """Raises ValueError for a setting out of its range."""
@@ -55,7 +58,14 @@ class MinimumBayesRisk:
             raise ValueError(f"expected num_samples of at least 1, got {self.num_samples}")
         if not 1 <= self.num_best <= self.num_samples:
             raise ValueError(f"expected num_best from 1 to num_samples, {self.num_samples}, got {self.num_best}")
+        if not isinstance(self.sampler, Sampling):
+            raise ValueError(f"expected Sampling(…) as sampler, got {self.sampler!r}")
         _check_utility(self.utility)
+
+    @property
+    def samples(self) -> Samples:
+        """What has to be drawn."""
+        return Samples(self.num_samples, self.sampler)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -109,3 +109,30 @@ class Sampling:
 
 
 Sampler = Greedy | Sampling
+
+
+@typing.no_type_check
+@flax.struct.dataclass
+class Samples:
+    """Several random continuations of each row, drawn independently of each other, the likeliest first.
+
+    They are ranked by their log-probability under the model as it is. Equal ones stay: how often one came is an
+    estimate of how likely it is.
+    """
+
+    number: int = flax.struct.field(pytree_node=False, default=4)
+    """R: how many are drawn."""
+    sampler: Sampling = Sampling()
+    num_best: int | None = flax.struct.field(pytree_node=False, default=None)
+    """How many are returned; None: all."""
+
+    def check(self) -> None:
+        """Raises ValueError for a setting out of its range."""
+        if isinstance(self.number, bool) or not isinstance(self.number, int) or self.number < 1:
+            raise ValueError(f"expected a whole number of at least 1 as number of samples, got {self.number!r}")
+        best = self.number if self.num_best is None else self.num_best
+        if isinstance(best, bool) or not isinstance(best, int) or not 1 <= best <= self.number:
+            raise ValueError(f"expected num_best from 1 to the {self.number} samples, got {self.num_best!r}")
+        if not isinstance(self.sampler, Sampling):
+            raise ValueError(f"expected Sampling(…) as sampler of samples, got {self.sampler!r}")
+        self.sampler.check()

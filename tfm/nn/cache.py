@@ -178,6 +178,30 @@ def widen(cache: Cache, width: int) -> Cache:
     return Cache(layers, cache.lengths, cache.source_lengths, ancestors)
 
 
+def grow(cache: Cache, capacity: int) -> Cache:
+    """The same with room for more tokens, free places behind those that there were: the one copy of a cache's life.
+
+    Args:
+        cache: as it is.
+        capacity: C of the result, at least that of the cache.
+
+    Raises:
+        ValueError: a smaller capacity.
+    """
+    if capacity < cache.capacity:
+        raise ValueError(f"expected a capacity of at least {cache.capacity}, which the cache has, got {capacity}")
+    added = capacity - cache.capacity
+
+    def lengthen(x: Array) -> Array:
+        return jnp.pad(x, ((0, 0), (0, 0), (0, added * cache.width), (0, 0)))
+
+    layers = tuple(
+        LayerCache(jax.tree.map(lengthen, layer.self_attention), layer.cross_attention) for layer in cache.layers
+    )
+    ancestors = None if cache.ancestors is None else jnp.pad(cache.ancestors, ((0, 0), (0, 0), (0, added)))
+    return Cache(layers, cache.lengths, cache.source_lengths, ancestors)
+
+
 def reorder(cache: Cache, parents: Int[Array, "BW"]) -> Cache:
     """Hypothesis i of the result continues hypothesis parents[i]: only the index of ancestors changes.
 

@@ -1,0 +1,278 @@
+"""From texts to answers: requests are checked and turned into ids, cut into batches of few shapes, run, and read.
+
+`tfm.pipeline.TextModel` is what a user calls.
+"""
+
+import dataclasses
+import itertools
+import operator
+import warnings
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, Literal, NamedTuple, SupportsIndex
+
+import jax
+import numpy as np
+
+from tfm.axes import Int
+from tfm.buckets import Buckets, Shape, power_of_two
+from tfm.config import ModelConfig
+from tfm.decoding.constraints import Constraints
+from tfm.decoding.mbr import MinimumBayesRisk, rank_by_utility
+from tfm.decoding.requests import Decoding, Made, generate_rows, stream_rows, traceable, width_of
+from tfm.nn.params import Params
+from tfm.nn.transformer import Model
+from tfm.pairs import check_lengths, check_texts
+from tfm.text_constraints import EachText, encode_constraints, known_ids, rows_of
+from tfm.tokenizer import Tokenizer
+
+_MAX_SEED = 2**32 - 1
+
+Ending = Literal["end", "limit", "stuck"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Answer:
+    """What the model made of one text."""
+
+    text: str
+    score: float
+    """Sum of the log-probabilities, natural, of all tokens generated, the end token included and a prefix not; the
+    model's own, whatever constraints made of them."""
+    tokens: list[int]
+    """The ids of `text`, a prefix included, without the end token."""
+    finished: bool
+    """True where the model ended by itself, False where the limit of tokens cut it off."""
+    token_scores: list[float] = dataclasses.field(default_factory=list)
+    """The log-probabilities that `score` is the sum of: of each token after the prefix, the end token included."""
+    ending: Ending = "end"
+    """What ended it: the end token, the limit of tokens, or constraints that left no token to go on with, so that the
+    end token came and some of them are not met. Of a partial answer, `limit` says that it goes on."""
+    utility: float | None = None
+    """The mean utility by which minimum Bayes risk chose it, in percent with chrF and BLEU; else None."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Asked:
+    """Requests, checked, as ids."""
+
+    sources: list[list[int]]
+    """With the end token."""
+    prompts: list[list[int]]
+    """The decoder's first tokens: the start token, and a prefix."""
+    seeds: Int[np.ndarray, "texts"]
+    places: Int[np.ndarray, "texts"]
+    """A text's random key comes from its seed and its place."""
+    sampler: Decoding
+    rules: Constraints | None
+    batches: list["Batch"]
+
+
+class Batch(NamedTuple):
+    """Texts that are answered at once."""
+
+    indices: list[int]
+    shape: Shape
+    prompt_length: int
+    limit: int
+    """The most new tokens of each."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Engine:
+    """A model with its tokenizers and the shapes that it is run in."""
+
+    config: ModelConfig
+    model: Model
+    params: Params
+    """As they are multiplied: see `tfm.nn.params.prepare_for_inference`."""
+    source_tokenizer: Tokenizer
+    target_tokenizer: Tokenizer
+    buckets: Buckets
+
+    def ask(
+        self,
+        texts: Iterable[str],
+        *,
+        max_tokens: SupportsIndex | None,
+        sampler: Decoding,
+        seed: SupportsIndex | Sequence[SupportsIndex],
+        constraints: EachText | None,
+        prefixes: Sequence[str] | None,
+        long_texts: Literal["error", "cut"],
+    ) -> Asked:
+        """Checks requests: see `TextModel.generate`."""
+        if isinstance(texts, str) or not isinstance(texts, Iterable):
+            raise ValueError(f"expected several texts, got {texts!r}; put one text into a list")
+        texts = list(texts)
+        limit = self.checked_max_tokens(max_tokens)
+        sampler = traceable(sampler, self.config.target_vocab_size)
+        seeds, places = _seeds(seed, len(texts))
+        sources, prompts = self.sources(texts, long_texts), self.prompts(prefixes, len(texts))
+        rules = encode_constraints(constraints, len(texts), self.target_tokenizer, self.config)
+        batches = list(self._batches(sources, prompts, limit, width_of(sampler)))
+        if rules is not None:
+            limits = np.zeros(len(texts), np.int32)
+            for batch in batches:
+                limits[batch.indices] = batch.limit
+            rules.check_room(limits, np.array([len(ids) for ids in sources], np.int32))
+        return Asked(sources, prompts, seeds, places, sampler, rules, batches)
+
+    def checked_max_tokens(self, max_tokens: SupportsIndex | None) -> int | None:
+        """A limit of tokens, if there is one. Raises ValueError for one that cannot be."""
+        if max_tokens is None:
+            return None
+        number, most = _whole_number(max_tokens), self.config.max_target_length
+        if number is None or not 1 <= number <= most:
+            raise ValueError(
+                f"expected max_tokens from 1 to {most} (the model's max_target_length), got {max_tokens!r}"
+            )
+        return number
+
+    def sources(self, texts: Sequence[str], long_texts: Literal["error", "cut"] = "error") -> list[list[int]]:
+        """Source ids, end token included. Raises ValueError for the first text that cannot be one."""
+        check_texts(texts, "text")
+        if long_texts not in ("error", "cut"):
+            raise ValueError(f"expected long_texts 'error' or 'cut', got {long_texts!r}")
+        end, most = [self.source_tokenizer.end_id], self.config.max_source_length
+        sources = self.source_tokenizer.encode_batch(list(texts))
+        long = [i for i, ids in enumerate(sources) if len(ids) >= most]
+        if long_texts == "cut" and long:
+            longest = max(len(sources[i]) for i in long) + 1
+            warnings.warn(
+                f"{len(long)} of {len(texts)} texts cut to {most} tokens (the model's max_source_length), the first "
+                f"being text {long[0]}; the longest had {longest}",
+                stacklevel=4,
+            )
+            sources = [ids[: most - 1] for ids in sources]
+        sources = [ids + end for ids in sources]
+        check_lengths(sources, "text", most, "max_source_length")
+        return sources
+
+    def prompts(self, prefixes: Sequence[str] | None, count: int) -> list[list[int]]:
+        """The decoder's first tokens for each text. Raises ValueError for the first prefix that cannot be one."""
+        start = [self.config.start_id]
+        if prefixes is None:
+            return [start] * count
+        if isinstance(prefixes, str) or len(prefixes) != count:
+            raise ValueError(f"expected a prefix for each of {count} texts, got {prefixes!r}")
+        prompts = [start + ids for ids in known_ids("prefix", list(prefixes), self.target_tokenizer)]
+        most = self.config.max_target_length
+        for i, ids in enumerate(prompts):
+            if len(ids) > most:
+                raise ValueError(
+                    f"expected prefixes of at most {most - 1} tokens (the model's max_target_length {most}, "
+                    f"a start token among them), got {len(ids) - 1} for text {i}"
+                )
+        return prompts
+
+    def _batches(
+        self, sources: list[list[int]], prompts: list[list[int]], max_tokens: int | None, width: int
+    ) -> Iterator[Batch]:
+        """Texts whose sources and prompts are padded alike, so that neither pads another's."""
+        groups: dict[int, list[int]] = {}
+        for i, ids in enumerate(prompts):
+            groups.setdefault(min(power_of_two(len(ids)), self.config.max_target_length), []).append(i)
+        for length, members in groups.items():
+            lengths = [len(sources[i]) for i in members]
+            for places, shape in self.buckets.batches(lengths, max_tokens, width, length):
+                room = shape.capacity - length + 1
+                limit = room if max_tokens is None else min(max_tokens, room)
+                yield Batch([members[place] for place in places], shape, length, limit)
+
+    def run(self, asked: Asked, batch: Batch) -> list[list[Answer]]:
+        """Answers one batch: the answers to each of its texts, the best first."""
+        made = generate_rows(*self._rows(asked, batch), capacity=batch.shape.capacity)
+        answers = self._read(made, [asked.prompts[i] for i in batch.indices])
+        if isinstance(asked.sampler, MinimumBayesRisk):
+            return [_least_risk(asked.sampler, found) for found in answers]
+        return answers
+
+    def stream(self, asked: Asked) -> Iterator[list[Answer]]:
+        """The answers to all texts after each token, batches side by side, until all have ended."""
+        answers: list[Answer] = [Answer("", 0.0, [], finished=False, ending="limit")] * len(asked.sources)
+        streams = [
+            ((batch, made) for made in stream_rows(*self._rows(asked, batch), capacity=batch.shape.capacity))
+            for batch in asked.batches
+        ]
+        for states in itertools.zip_longest(*streams):
+            for batch, made in filter(None, states):
+                found = self._read(made, [asked.prompts[i] for i in batch.indices], partial_limit=batch.limit)
+                for i, (answer,) in zip(batch.indices, found, strict=True):
+                    answers[i] = answer
+            yield list(answers)
+
+    def warm(self, asked: Asked, shape: Shape) -> None:
+        """Compiles for a shape, by running rows of nothing."""
+        jax.block_until_ready(generate_rows(*self._rows(asked, Batch([], shape, 1, 0)), capacity=shape.capacity))
+
+    def _rows(self, asked: Asked, batch: Batch) -> tuple[Any, ...]:
+        """What a batch is run with; rows beyond its texts hold one padding token and generate nothing."""
+        rows, indices = batch.shape.rows, batch.indices
+        padded = np.full((rows, batch.shape.source_length), self.config.pad_id, np.int32)
+        prompt = np.full((rows, batch.prompt_length), self.config.start_id, np.int32)
+        lengths, prompt_lengths = np.ones(rows, np.int32), np.ones(rows, np.int32)
+        for row, i in enumerate(indices):
+            ids, begun = asked.sources[i], asked.prompts[i]
+            padded[row, : len(ids)] = ids
+            prompt[row, : len(begun)] = begun
+            lengths[row], prompt_lengths[row] = len(ids), len(begun)
+        limits, places, seeds = np.zeros(rows, np.int32), np.zeros(rows, np.int32), np.zeros(rows, np.uint32)
+        limits[: len(indices)] = batch.limit
+        places[: len(indices)] = asked.places[indices]
+        seeds[: len(indices)] = asked.seeds[indices]
+        rules = None if asked.rules is None else rows_of(asked.rules, indices, rows)
+        sampler = asked.sampler
+        if isinstance(sampler, MinimumBayesRisk):
+            sampler = sampler.samples
+        return (
+            self.model, self.params, padded, lengths, prompt, prompt_lengths, limits, seeds, places, sampler, rules,
+        )  # fmt: skip
+
+    def _read(self, made: Made, prompts: list[list[int]], partial_limit: int | None = None) -> list[list[Answer]]:
+        """The answers to each text. Of an answer that goes on, a character of which bytes are missing is left out."""
+        made = jax.device_get(made)
+        answers: list[list[Answer]] = [[] for _ in prompts]
+        for row, (found, prompt) in enumerate(zip(answers, prompts, strict=True)):
+            there = np.flatnonzero(made.log_probs[row] != -np.inf)
+            there = there if len(there) else np.zeros(1, int)  # nothing was found: an empty answer of score -inf
+            lengths = made.lengths[row] - made.finished[row]
+            ids = [prompt[1:] + made.tokens[row, i, : lengths[i]].tolist() for i in there]
+            for i, tokens, text in zip(there, ids, self.target_tokenizer.decode_batch(ids), strict=True):
+                finished = bool(made.finished[row, i])
+                if partial_limit is not None and not finished and made.lengths[row, i] < partial_limit:
+                    text = text.rstrip("\N{REPLACEMENT CHARACTER}")
+                token_scores = made.token_log_probs[row, i, : made.lengths[row, i]].tolist()
+                ending: Ending = "stuck" if made.unmet[row, i] else "end" if finished else "limit"
+                score = float(made.log_probs[row, i])
+                found.append(Answer(text, score, tokens, finished, token_scores, ending))
+        return answers
+
+
+def _least_risk(search: MinimumBayesRisk, samples: list[Answer]) -> list[Answer]:
+    ranked = rank_by_utility([answer.text for answer in samples], search.utility)[: search.num_best]
+    return [dataclasses.replace(samples[one.index], utility=one.expected_utility) for one in ranked]
+
+
+def _seeds(seed: Any, count: int) -> tuple[np.ndarray, np.ndarray]:
+    """Each text's seed and place: with one seed for all, the places tell them apart."""
+    if isinstance(seed, Iterable) and not isinstance(seed, str):
+        numbers = [_whole_number(one) for one in seed]
+        if len(numbers) != count:
+            raise ValueError(f"expected a seed for each of {count} texts, got {len(numbers)}")
+        places = np.zeros(count, np.int32)
+    else:
+        numbers, places = [_whole_number(seed)] * max(count, 1), np.arange(count, dtype=np.int32)
+    for number in numbers:
+        if number is None or not 0 <= number <= _MAX_SEED:
+            raise ValueError(f"expected a whole number from 0 to {_MAX_SEED} as seed, got {seed!r}")
+    return np.array(numbers[:count], np.uint32), places
+
+
+def _whole_number(value: object) -> int | None:
+    """A whole number of any type, NumPy's too, but no bool; None for anything else."""
+    if isinstance(value, bool):
+        return None
+    try:
+        return operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        return None
