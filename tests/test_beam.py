@@ -179,6 +179,74 @@ def test_every_rule_finds_what_the_search_with_lists_finds(seed, widths, alpha, 
             assert best.tokens[row, i, : best.lengths[row, i]].tolist() == tokens
 
 
+def groups_by_hand(search, table, limit):
+    """Diverse beam search of one row with lists, as Vijayakumar et al. 2018 have it: all that the groups found."""
+    width = search.width // search.groups
+    live, complete = [[(0.0, [], 0)] for _ in range(search.groups)], [[] for _ in range(search.groups)]
+    while any(live):
+        chosen = []
+        for group in range(search.groups):
+            followers = [
+                (log_prob + log_softmax(table[prefix])[token], [*tokens, token], follow(prefix, token))
+                for log_prob, tokens, prefix in live[group]
+                for token in range(V)
+            ]
+            order = sorted(followers, key=lambda f: -(f[0] - search.diversity * chosen.count(f[1][-1])))
+            followers = order[: 2 * width]
+            chosen += [tokens[-1] for _, tokens, _ in followers[:width]]
+            going = []
+            for rank, (log_prob, tokens, prefix) in enumerate(followers):
+                if tokens[-1] == END or len(tokens) == limit:
+                    if rank < width:
+                        complete[group].append((log_prob / penalty(search, len(tokens)), tokens))
+                else:
+                    going.append((log_prob, tokens, prefix))
+            live[group] = going[:width]
+            complete[group] = sorted(complete[group], key=lambda found: -found[0])[:width]
+            if len(complete[group]) == width and search.stop == "all-finished":
+                live[group] = []
+            if live[group] and search.stop == "provably-best" and len(complete[group]) == width:
+                best = max(log_prob for log_prob, _, _ in live[group])
+                if complete[group][-1][0] >= best / penalty(search, limit):
+                    live[group] = []
+    found = []
+    for score, tokens in itertools.chain(*complete):
+        if tokens not in [other for _, other in found]:
+            found.append((score, tokens))
+    return sorted(found, key=lambda found: -found[0])
+
+
+@settings(deadline=None, max_examples=40)
+@given(
+    seed=st.integers(0, 2**32 - 1),
+    widths=st.sampled_from([(2, 2), (4, 2), (3, 3), (6, 2)]),
+    diversity=st.sampled_from([0.0, 0.5, 3.0, 1000.0]),
+    stop=st.sampled_from(["provably-best", "all-finished"]),
+    limits=st.tuples(*[st.integers(1, T)] * B),
+)
+def test_groups_find_what_the_search_with_lists_finds(seed, widths, diversity, stop, limits):
+    width, groups = widths
+    search = BeamSearch(width=width, num_best=width, groups=groups, diversity=diversity, stop=stop, alpha=1.0)
+    table = random_table(seed)
+    best = find(search, table, limits)
+    assert_consistent(best, search, table, limits)
+    for row, limit in enumerate(limits):
+        expected = groups_by_hand(search, table[row], limit)
+        found = best.scores[row] > -np.inf
+        assert found.sum() == len(expected)
+        assert_close(best.scores[row][found], [score for score, _ in expected])
+
+
+def test_without_diversity_all_groups_find_what_one_finds():
+    table = random_table(3)
+    grouped = find(BeamSearch(width=6, num_best=6, groups=3, diversity=0.0), table)
+    alone = find(BeamSearch(width=2, num_best=2), table)
+    np.testing.assert_array_equal(grouped.tokens[:, :2], alone.tokens)
+    assert (grouped.scores[:, 2:] == -np.inf).all()
+    strong = find(BeamSearch(width=3, num_best=3, groups=3, diversity=1000.0), table)
+    assert all(len(set(row[:, 0].tolist())) == 3 for row in strong.tokens), "groups began alike"
+
+
 @pytest.mark.parametrize("length_penalty", LENGTH_PENALTIES)
 def test_provably_best_is_the_best_of_what_a_search_without_stopping_finds(length_penalty):
     """With the same beam; and the other rules do stop earlier, or they would be no rules."""
@@ -219,6 +287,11 @@ def test_alpha_may_differ_by_row_and_a_row_may_want_nothing():
         ({"width": 0}, "expected a width from 1 to the vocabulary's 9, got 0"),
         ({"width": 10}, "expected a width from 1 to the vocabulary's 9, got 10"),
         ({"width": 2.5}, "expected a whole number as width, got 2.5"),
+        ({"groups": 3}, "expected groups that divide the width 4, got 3"),
+        ({"groups": 0}, "expected a whole number of at least 1 as groups, got 0"),
+        ({"groups": 2, "diversity": -1.0}, "expected diversity from 0 to 1000, got -1.0"),
+        ({"coverage": 11.0}, "expected coverage from 0 to 10, got 11.0"),
+        ({"coverage": float("nan")}, "expected coverage from 0 to 10, got nan"),
         ({"num_best": True}, "expected a whole number as num_best, got True"),
         ({"alpha": float("inf")}, "expected alpha from 0 to 10, got inf"),
         ({"alpha": float("nan")}, "expected alpha from 0 to 10, got nan"),

@@ -17,7 +17,7 @@ from compile_counter import count_compilations
 from tiny_models import compiled_fast
 
 import tfm
-from tfm import pipeline
+from tfm import answering
 from tfm.answering import Answer
 from tfm.config import ModelConfig, preset
 from tfm.decoding.beam import BeamSearch
@@ -229,8 +229,8 @@ def shapes(monkeypatch):
         seen.append((*source.shape, capacity))
         return original(model, params, source, *args, capacity=capacity)
 
-    original = pipeline.generate_rows
-    monkeypatch.setattr(pipeline, "generate_rows", spy)
+    original = answering.generate_rows
+    monkeypatch.setattr(answering, "generate_rows", spy)
     return seen
 
 

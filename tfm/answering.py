@@ -13,7 +13,6 @@ from typing import Any, Literal, NamedTuple, SupportsIndex
 import jax
 import numpy as np
 
-from tfm.axes import Int
 from tfm.buckets import Buckets, Shape, power_of_two
 from tfm.config import ModelConfig
 from tfm.decoding.constraints import Constraints
@@ -59,8 +58,8 @@ class Asked:
     """With the end token."""
     prompts: list[list[int]]
     """The decoder's first tokens: the start token, and a prefix."""
-    seeds: Int[np.ndarray, "texts"]
-    places: Int[np.ndarray, "texts"]
+    seeds: np.ndarray
+    places: np.ndarray
     """A text's random key comes from its seed and its place."""
     sampler: Decoding
     rules: Constraints | None
@@ -139,8 +138,8 @@ class Engine:
         if long_texts == "cut" and long:
             longest = max(len(sources[i]) for i in long) + 1
             warnings.warn(
-                f"{len(long)} of {len(texts)} texts cut to {most} tokens (the model's max_source_length), the first "
-                f"being text {long[0]}; the longest had {longest}",
+                f"{len(long)} of {len(texts)} texts cut to {most} tokens, the model's max_source_length; the longest "
+                f"had {longest}; the first is {texts[long[0]]!r:.60}",
                 stacklevel=4,
             )
             sources = [ids[: most - 1] for ids in sources]
@@ -190,12 +189,11 @@ class Engine:
     def stream(self, asked: Asked) -> Iterator[list[Answer]]:
         """The answers to all texts after each token, batches side by side, until all have ended."""
         answers: list[Answer] = [Answer("", 0.0, [], finished=False, ending="limit")] * len(asked.sources)
-        streams = [
-            ((batch, made) for made in stream_rows(*self._rows(asked, batch), capacity=batch.shape.capacity))
-            for batch in asked.batches
-        ]
+        streams = [stream_rows(*self._rows(asked, batch), capacity=batch.shape.capacity) for batch in asked.batches]
         for states in itertools.zip_longest(*streams):
-            for batch, made in filter(None, states):
+            for batch, made in zip(asked.batches, states, strict=True):
+                if made is None:  # all of its texts have their answers
+                    continue
                 found = self._read(made, [asked.prompts[i] for i in batch.indices], partial_limit=batch.limit)
                 for i, (answer,) in zip(batch.indices, found, strict=True):
                     answers[i] = answer

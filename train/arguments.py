@@ -11,6 +11,11 @@ from tfm.config import PRESETS
 from train import schema
 from train.config import recipe_names
 
+# As tfm.decoding has them, which would import JAX; a test holds them to it.
+UTILITIES = ("chrf", "bleu")
+LENGTH_PENALTIES = ("gnmt", "power")
+STOPS = ("first-finished", "provably-best", "all-finished")
+
 
 class UsageError(ValueError):
     """Arguments that cannot be understood."""
@@ -116,7 +121,8 @@ def generate_arguments(arguments: list[str]) -> argparse.Namespace:
         "generate",
         description="Answers texts, one line a line, in their order; an empty line gets an empty line.\n\n"
         "Without texts and --input, standard input is read, and answered while it comes. Without sampling options\n"
-        "decoding is greedy: the likeliest token at each step. With --beams it is beam search.",
+        "decoding is greedy: the likeliest token at each step. With --beams it is beam search, with --samples the\n"
+        "likeliest of several random answers, with --mbr the one that is nearest to all of them.",
     )
     parser.add_argument("run", type=Path, metavar="RUN", help="a run's folder (its best model is taken) or a model's")
     parser.add_argument("texts", nargs="*", default=[], metavar="TEXT", help="what to answer")
@@ -127,31 +133,38 @@ def generate_arguments(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--top-p", type=float, metavar="P", help="sample from the likeliest that together have P")
     parser.add_argument("--min-p", type=float, metavar="P", help="sample from tokens at least P times the likeliest")
     parser.add_argument("--seed", type=int, metavar="N", help="of sampling (default: 0)")
+    parser.add_argument("--samples", type=int, metavar="N", help="draw N answers to each text (with --mbr: 32)")
+    parser.add_argument(
+        "--mbr", choices=UTILITIES,
+        help="minimum Bayes risk: the sample with the highest mean chrF or BLEU against all of them",
+    )  # fmt: skip
     _add_decoding(parser)
-    parser.add_argument("--n-best", type=int, metavar="N", help="N lines a line: the N best of --beams, best first")
+    parser.add_argument(
+        "--n-best", type=int, metavar="N", help="N lines a line: the N best of --beams, --samples or --mbr, best first"
+    )
     _add_constraints(parser)
     parser.add_argument(
         "--alignments", action="store_true",
         help="a tab and SOURCE-TARGET pairs of words, counted from 0, that attention joins, behind each line",
     )  # fmt: skip
+    parser.add_argument("--cut", action="store_true", help="cut texts that are too long, with a warning")
     _add_machine(parser)
     shown = parser.add_mutually_exclusive_group()
     shown.add_argument("--scores", action="store_true", help="a tab and the answer's log-probability behind each line")
     shown.add_argument("--table", action="store_true", help="text, answer and score as a table")
     shown.add_argument("--json", action="store_true", help="a JSON object a line")
+    shown.add_argument("--stream", action="store_true", help="write each answer while it is made, a text at a time")
     parsed = parser.parse(arguments)
     if parsed.texts and parsed.input:
         parser.error("expected texts or --input, not both")
-    sampling = [parsed.temperature, parsed.top_k, parsed.top_p, parsed.min_p]
-    if parsed.seed is not None and all(option is None for option in sampling):
-        parser.error("--seed without --temperature, --top-k, --top-p or --min-p: nothing is drawn")
-    if parsed.beams is not None and any(option is not None for option in sampling):
-        parser.error("expected --beams or sampling options, not both")
+    _check_drawing(parser, parsed)
     _check_beams(parser, parsed)
-    if parsed.n_best is not None and parsed.beams is None:
-        parser.error("--n-best without --beams: greedy decoding and sampling give one answer")
     if parsed.alignments and parsed.table:
         parser.error("expected --alignments or --table, not both")
+    if parsed.stream:
+        for option in ("beams", "samples", "mbr", "n_best", "alignments"):
+            if getattr(parsed, option):
+                parser.error(f"expected --stream or --{option.replace('_', '-')}, not both")
     _check_machine(parser, parsed)
     return parsed
 
@@ -218,16 +231,24 @@ def _add_weights(parser: argparse.ArgumentParser) -> None:
 
 def _add_decoding(parser: argparse.ArgumentParser) -> None:
     _add_weights(parser)
-    parser.add_argument("--beams", type=int, metavar="W", help="beam search: follow the W likeliest hypotheses")
-    parser.add_argument(
-        "--alpha", type=float, metavar="A",
-        help="of beam search: ranks by log P / ((5 + length) / 6)^A (default: 0.6)",
+    beams = parser.add_argument_group("beam search")
+    beams.add_argument("--beams", type=int, metavar="W", help="follow the W likeliest hypotheses")
+    beams.add_argument("--alpha", type=float, metavar="A", help="ranks by log P / ((5 + length) / 6)^A (default: 0.6)")
+    beams.add_argument(
+        "--length-penalty", choices=LENGTH_PENALTIES,
+        help="gnmt, as above (the default), or power: log P / length^A",
     )  # fmt: skip
+    beams.add_argument("--stop", choices=STOPS, help="when a search ends (default: provably-best)")
+    beams.add_argument("--coverage", type=float, metavar="B", help="penalty for words of the text not looked at")
+    beams.add_argument("--groups", type=int, metavar="G", help="diverse beam search: G groups that avoid each other")
+    beams.add_argument("--diversity", type=float, metavar="D", help="how much the groups do (default: 0.5)")
 
 
 def _add_constraints(parser: argparse.ArgumentParser) -> None:
     rules = parser.add_argument_group("what may and must come in an answer")
     rules.add_argument("--min-tokens", type=int, metavar="N", help="no end before N tokens")
+    rules.add_argument("--min-ratio", type=float, metavar="X", help="no end before X times the text's tokens")
+    rules.add_argument("--max-ratio", type=float, metavar="X", help="at most X times the text's tokens")
     rules.add_argument(
         "--repetition-penalty", type=float, metavar="X",
         help="divides the positive logits of tokens that came already, and multiplies the negative ones (1: off)",
@@ -238,9 +259,28 @@ def _add_constraints(parser: argparse.ArgumentParser) -> None:
     rules.add_argument("--prefix", metavar="TEXT", help="what each answer begins with")
 
 
+def _check_drawing(parser: Parser, parsed: argparse.Namespace) -> None:
+    """What may not stand beside what draws, and what needs it."""
+    drawing = ("temperature", "top_k", "top_p", "min_p", "samples", "mbr")
+    draws = any(getattr(parsed, option) is not None for option in drawing)
+    if parsed.seed is not None and not draws:
+        parser.error("--seed without --temperature, --top-k, --top-p, --min-p, --samples or --mbr: nothing is drawn")
+    if parsed.beams is not None and draws:
+        parser.error("expected --beams or sampling options, not both")
+    if parsed.samples is not None and parsed.samples < 1:
+        parser.error(f"expected --samples of at least 1, got {parsed.samples}")
+    if parsed.n_best is not None:
+        several = {"--beams": parsed.beams, "--samples": parsed.samples, "--mbr": parsed.mbr and (parsed.samples or 32)}
+        among = next(((name, number) for name, number in several.items() if number), None)
+        if among is None:
+            parser.error("--n-best without --beams, --samples or --mbr: there is one answer")
+        if not 1 <= parsed.n_best <= among[1]:
+            parser.error(f"expected --n-best from 1 to the {among[1]} of {among[0]}, got {parsed.n_best}")
+
+
 def _check_beams(parser: Parser, parsed: argparse.Namespace) -> None:
-    if parsed.alpha is not None and parsed.beams is None:
-        parser.error("--alpha without --beams: only beam search ranks hypotheses")
-    num_best = getattr(parsed, "n_best", None)
-    if None not in (num_best, parsed.beams) and num_best > parsed.beams:
-        parser.error(f"expected --n-best of at most --beams, {parsed.beams}, got {num_best}")
+    for option in ("alpha", "length_penalty", "stop", "coverage", "groups", "diversity"):
+        if getattr(parsed, option) is not None and parsed.beams is None:
+            parser.error(f"--{option.replace('_', '-')} without --beams: it is of beam search")
+    if parsed.diversity is not None and parsed.groups is None:
+        parser.error("--diversity without --groups: there is one group")

@@ -11,8 +11,10 @@ reads the output any more · 143 stopped by SIGTERM. With TFM_TRACEBACK=1 a mist
 import argparse
 import os
 import sys
+import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from train import schema
 from train.arguments import (
@@ -49,7 +51,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         if getattr(sys, name) is None:
             setattr(sys, name, Path(os.devnull).open("w"))  # noqa: SIM115 - for as long as the process lives
     try:
-        status = _dispatch(arguments)
+        with warnings.catch_warnings():
+            warnings.showwarning = _show_warning
+            status = _dispatch(arguments)
         sys.stdout.flush()
         return status
     except SystemExit as exit:  # --help
@@ -66,6 +70,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         print(f"tfm: error: {_one_line(error)}", file=sys.stderr)
         return 2
+
+
+def _show_warning(
+    message: Warning | str, category: type[Warning], filename: str, lineno: int, file: Any = None, line: Any = None
+) -> None:
+    print(f"tfm: warning: {message}", file=sys.stderr)
 
 
 def _one_line(error: Exception) -> str:

@@ -7,6 +7,7 @@ import itertools
 import json
 import sys
 from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
 import rich.box
 import rich.console
@@ -14,23 +15,29 @@ import rich.table
 
 from tfm.answering import Answer
 from tfm.decoding.alignment import pharaoh
+from tfm.decoding.mbr import MinimumBayesRisk
 from tfm.decoding.requests import Decoding
-from tfm.decoding.sampling import Greedy, Sampling
+from tfm.decoding.sampling import Greedy, Samples, Sampling
 from tfm.pipeline import TextModel
 from tfm.text_constraints import TextConstraints, known_ids
 from train.command_inputs import SPLITS, beam_search, data_config, load_requested, read_pairs
-from train.streaming import LINES_AT_ONCE, Row, answer_lines, file_lines, group_lines, pair_rows, score_rows
+from train.streaming import (
+    LINES_AT_ONCE,
+    Row,
+    answer_lines,
+    file_lines,
+    group_lines,
+    pair_rows,
+    score_rows,
+    stream_lines,
+)
 
 
 def generate(arguments: argparse.Namespace) -> int:
     """Answers texts, a line for a line."""
     model, config = load_requested(arguments)
-    options = {name: getattr(arguments, name) for name in ("temperature", "top_k", "top_p", "min_p")}
-    options = {name: value for name, value in options.items() if value is not None}
     num_best = 1 if arguments.n_best is None else arguments.n_best
-    sampler: Decoding = Sampling(**options) if options else Greedy()
-    if arguments.beams is not None:
-        sampler = beam_search(arguments, model, num_best)
+    sampler = _decoding(arguments, model, num_best)
     if arguments.texts:
         name, groups = "argument", iter([(1, arguments.texts)])
     elif arguments.input is not None:
@@ -38,24 +45,27 @@ def generate(arguments: argparse.Namespace) -> int:
     else:
         if sys.stdin is None:
             raise ValueError("expected texts, --input or an open standard input")
-        # A line's random key follows from its place in its group: groups must not depend on when lines arrive.
-        whole_groups = bool(options) and not sys.stdin.isatty()
-        name, groups = "standard input, line", group_lines(sys.stdin.buffer, whole_groups=whole_groups)
+        name, groups = "standard input, line", group_lines(sys.stdin.buffer, whole_groups=False)
     seed = arguments.seed or 0
     constraints = _constraints(arguments)
     prefix = arguments.prefix or ""
     known_ids("prefix", [prefix], model.target_tokenizer)  # says what is wrong also where no text will come
     model.generate([], constraints=constraints)
-    answers = answer_lines(
-        model, groups, name=name, max_tokens=arguments.max_tokens, sampler=sampler, seed=seed, constraints=constraints,
-        prefix=prefix,
+    asked: dict[str, Any] = dict(
+        name=name, max_tokens=arguments.max_tokens, sampler=sampler, seed=seed, constraints=constraints, prefix=prefix,
+        long_texts="cut" if arguments.cut else "error",
     )  # fmt: skip
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(encoding="utf-8")
+    if arguments.stream:
+        for piece in stream_lines(model, groups, **asked):
+            print(piece, end="", flush=True)
+        return 0
+    answers = answer_lines(model, groups, **asked)
     if arguments.table:
         headings = ("word", "pronunciation") if config and config.data.task == "cmudict" else ("text", "answer")
         _print_table([pair for group in answers for pair in group], headings)
         return 0
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(encoding="utf-8")
     for group in answers:
         links = _word_pairs(model, group) if arguments.alignments else itertools.repeat(None)
         for text, found in group:
@@ -67,11 +77,22 @@ def generate(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _decoding(arguments: argparse.Namespace, model: TextModel, num_best: int) -> Decoding:
+    if arguments.beams is not None:
+        return beam_search(arguments, model, num_best)
+    options = {name: getattr(arguments, name) for name in ("temperature", "top_k", "top_p", "min_p")}
+    options = {name: value for name, value in options.items() if value is not None}
+    sampler = Sampling(**options)
+    if arguments.mbr is not None:
+        return MinimumBayesRisk(arguments.samples or 32, arguments.mbr, num_best, sampler)
+    if arguments.samples is not None:
+        return Samples(arguments.samples, sampler, num_best)
+    return sampler if options else Greedy()
+
+
 def _constraints(arguments: argparse.Namespace) -> TextConstraints | None:
-    names = {
-        "min_tokens": "min_tokens", "repetition_penalty": "repetition_penalty", "no_repeat_ngram": "no_repeat_ngram",
-        "ban": "banned_phrases", "require": "required_phrases",
-    }  # fmt: skip
+    same = ("min_tokens", "min_ratio", "max_ratio", "repetition_penalty", "no_repeat_ngram")
+    names = {**dict(zip(same, same, strict=True)), "ban": "banned_phrases", "require": "required_phrases"}
     given = {field: getattr(arguments, name) for name, field in names.items() if getattr(arguments, name) is not None}
     return TextConstraints(**given) if given else None
 
@@ -93,10 +114,18 @@ def _line(
     as_json: bool,
 ) -> str:
     if as_json:
-        nothing = {"text": "", "score": None, "finished": not text.strip()}  # a blank line, or no such hypothesis
+        # without an answer: a blank line, or no such hypothesis
+        nothing: dict[str, Any] = {
+            "text": "",
+            "score": None,
+            "finished": not text.strip(),
+            "ending": None,
+            "token_scores": [],
+        }
         shown = nothing if answer is None else dataclasses.asdict(answer)
-        aligned = {} if pairs is None else {"alignment": pairs}
-        shown = {key: shown[key] for key in ("text", "score", "finished")}
+        aligned: dict[str, Any] = {} if pairs is None else {"alignment": pairs}
+        aligned |= {} if answer is None or answer.utility is None else {"utility": answer.utility}
+        shown = {key: shown[key] for key in ("text", "score", "finished", "ending", "token_scores")}
         return json.dumps({"source": text, "rank": rank, **shown, **aligned}, ensure_ascii=False)
     if answer is None:
         return ""

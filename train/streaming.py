@@ -5,12 +5,13 @@ import math
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
 from tfm.answering import Answer
 from tfm.decoding.requests import Decoding
+from tfm.decoding.sampling import Sampler
 from tfm.pairs import PairScore
 from tfm.pipeline import TextModel
 from tfm.text_constraints import TextConstraints
@@ -72,6 +73,7 @@ def answer_lines(
     seed: int,
     constraints: TextConstraints | None = None,
     prefix: str = "",
+    long_texts: Literal["error", "cut"] = "error",
 ) -> Iterator[list[tuple[str, list[Answer]]]]:
     """Answers group by group, in order, the best answer to a line first; none to a blank line.
 
@@ -82,26 +84,27 @@ def answer_lines(
         groups: of `group_lines`, or texts.
         name: of a line, before its number in an error: "standard input, line".
         max_tokens: see `TextModel.generate`.
-        sampler: the same; a beam search gives its `num_best` answers.
-        seed: the same; a line's key follows from the seed, its group's number and its place in the group.
+        sampler: the same; a search among several gives its `num_best` answers.
+        seed: the same; a line's random key follows from the seed and the line's number.
         constraints: the same, for every line.
         prefix: what each answer begins with.
+        long_texts: see `TextModel.generate`.
 
     Raises:
         ValueError: a line that is not UTF-8, that has more tokens than the model accepts, or for which the model gives
             no finite probability to anything, by its number.
     """
-    for index, (first, lines) in enumerate(groups):
-        group_seed = seed if index == 0 else int(np.random.SeedSequence([seed, index]).generate_state(1)[0])
-        texts, problem = _answerable(model, first, lines)
+    for first, lines in groups:
+        texts, problem = _answerable(model, first, lines, long_texts)
         asked = [i for i, text in enumerate(texts) if text.strip()]
         given = model.generate_n_best(
             [texts[i] for i in asked],
             max_tokens=max_tokens,
             sampler=sampler,
-            seed=group_seed,
+            seed=[_line_seed(seed, first + i) for i in asked],
             constraints=constraints,
             prefixes=[prefix] * len(asked) if prefix else None,
+            long_texts=long_texts,
         )
         answers = dict(zip(asked, given, strict=True))
         if broken := [i for i, (best, *_) in answers.items() if not math.isfinite(best.score)]:
@@ -109,6 +112,44 @@ def answer_lines(
         yield [(text, answers.get(i, [])) for i, text in enumerate(texts)]
         if problem is not None:
             raise ValueError(f"{name} {problem}")
+
+
+def stream_lines(
+    model: TextModel,
+    groups: Iterable[Group],
+    *,
+    name: str,
+    sampler: Sampler,
+    seed: int,
+    prefix: str = "",
+    long_texts: Literal["error", "cut"] = "error",
+    **options: Any,
+) -> Iterator[str]:
+    """The answers of `answer_lines`, a line after the other, in pieces as they come; each ends with a line feed.
+
+    Arguments and errors are those of `answer_lines`.
+    """
+    for first, lines in groups:
+        texts, problem = _answerable(model, first, lines, long_texts)
+        for number, text in enumerate(texts, first):
+            shown = ""
+            if text.strip():
+                line_seed, prefixes = [_line_seed(seed, number)], [prefix] if prefix else None
+                for (answer,) in model.stream(
+                    [text], sampler=sampler, seed=line_seed, prefixes=prefixes, long_texts=long_texts, **options
+                ):
+                    if not math.isfinite(answer.score):
+                        raise ValueError(f"{name} {number}: the model's answer has no finite probability")
+                    whole = " ".join(answer.text.split("\n"))
+                    yield whole.removeprefix(shown)
+                    shown = whole
+            yield "\n"
+        if problem is not None:
+            raise ValueError(f"{name} {problem}")
+
+
+def _line_seed(seed: int, number: int) -> int:
+    return int(np.random.SeedSequence([seed, number]).generate_state(1)[0])
 
 
 def pair_rows(groups: Iterable[Group], *, name: str) -> Iterator[Sequence[Row]]:
@@ -189,7 +230,9 @@ def _too_long(model: TextModel, source: str, targets: Sequence[str]) -> str | No
     return None
 
 
-def _answerable(model: TextModel, first: int, lines: Sequence[bytes | str]) -> tuple[list[str], str | None]:
+def _answerable(
+    model: TextModel, first: int, lines: Sequence[bytes | str], long_texts: Literal["error", "cut"]
+) -> tuple[list[str], str | None]:
     """The texts up to the first that cannot be answered, and what is wrong with that one, beginning with its number."""
     texts: list[str] = []
     most = model.config.max_source_length
@@ -199,7 +242,7 @@ def _answerable(model: TextModel, first: int, lines: Sequence[bytes | str]) -> t
         except UnicodeDecodeError as error:
             return texts, f"{number}: expected UTF-8, got other bytes ({error})"
         length = len(model.source_tokenizer.encode(text)) + 1
-        if length > most:
+        if length > most and long_texts == "error":
             return texts, f"{number}: expected at most {most} tokens, the model's longest source, got {length}"
         texts.append(text)
     return texts, None

@@ -43,7 +43,7 @@ def generate_rows(
     prompt: Int[Array, "B T"],
     prompt_lengths: Int[Array, "B"],
     limits: Int[Array, "B"],
-    seeds: Int[Array, "B"],
+    seeds: Array,
     places: Int[Array, "B"],
     sampler: Sampler | Samples | BeamSearch,
     constraints: Constraints | None = None,
@@ -77,7 +77,7 @@ def stream_rows(
     prompt: Int[np.ndarray, "B T"],
     prompt_lengths: Int[np.ndarray, "B"],
     limits: Int[np.ndarray, "B"],
-    seeds: Int[np.ndarray, "B"],
+    seeds: np.ndarray,
     places: Int[np.ndarray, "B"],
     sampler: Sampler,
     constraints: Constraints | None = None,
@@ -102,7 +102,7 @@ def stream_rows(
 
 
 @jax.jit
-def _keys(seeds: Int[Array, "B"], places: Int[Array, "B"]) -> KeyArray:
+def _keys(seeds: Array, places: Int[Array, "B"]) -> KeyArray:
     each = jax.vmap(functools.partial(jax.random.key, impl="threefry2x32"))(seeds)
     return jax.vmap(jax.random.fold_in)(each, places)
 
