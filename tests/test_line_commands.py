@@ -127,7 +127,7 @@ def test_beams_give_as_many_lines_a_line_as_are_asked_for(trained, capsys):
     greedy = answers(capsys, ["generate", run, "--scores", "abc"])[0]
     assert scores[0] >= float(greedy.rpartition("\t")[2]) - 1e-3
     assert main(["generate", str(run), "abc", "--beams", "2", "--n-best", "3"]) == 2
-    assert "expected --n-best of at most --beams, 2, got 3" in errors(capsys)
+    assert "expected --n-best from 1 to the 2 of --beams, got 3" in errors(capsys)
     beamed = result(capsys, ["evaluate", run, "--metrics", "ter", "--beams", "1", "--alpha", "0", "--json"])
     assert beamed["metrics"] == result(capsys, ["evaluate", run, "--metrics", "ter", "--json"])["metrics"]
 
