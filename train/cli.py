@@ -407,6 +407,10 @@ def _add_weights(parser: argparse.ArgumentParser) -> None:
 
 def _add_decoding(parser: argparse.ArgumentParser) -> None:
     _add_weights(parser)
+    parser.add_argument(
+        "--cache", choices=["float32", "bfloat16", "int8"],
+        help="what keys and values are rounded to while it generates (default: they are not)",
+    )  # fmt: skip
     parser.add_argument("--beams", type=int, metavar="W", help="beam search: follow the W likeliest hypotheses")
     parser.add_argument(
         "--alpha", type=float, metavar="A",
@@ -441,6 +445,9 @@ def _info(arguments: list[str]) -> int:
     parser.add_argument("--batch", type=int, default=1, metavar="B", help="rows of the cache (default: 1)")
     parser.add_argument("--source-length", type=int, metavar="S", help="source tokens (default: the most it accepts)")
     parser.add_argument("--length", type=int, metavar="C", help="target tokens (default: the most it accepts)")
+    parser.add_argument(
+        "--cache", choices=["float32", "bfloat16", "int8"], help="what it lies in (default: as the model computes)"
+    )
     parser.add_argument("--json", action="store_true", help="as one JSON object")
     parsed = parser.parse(arguments)
     return _commands(parsed).info(parsed)
