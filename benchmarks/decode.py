@@ -153,6 +153,13 @@ def build_parser() -> argparse.ArgumentParser:
         default=["float32", "bfloat16", "int8"],
         help="ours",
     )
+    parser.add_argument(
+        "--cache",
+        nargs="+",
+        choices=["auto", "float32", "bfloat16", "int8"],
+        default=["auto"],
+        help="what ours keeps keys and values in; default: auto, which rounds nothing",
+    )
     parser.add_argument("--rows", nargs="+", type=count, default=[1, 8, 32, 64], help="default: 1 8 32 64")
     parser.add_argument("--source", nargs="+", type=count, default=[32], help="source tokens; default: 32")
     parser.add_argument("--new", nargs="+", type=count, default=[64], help="new tokens, at least 2; default: 64")
@@ -171,7 +178,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = build_parser()
     options = parser.parse_args(argv)
     threads = options.threads or available_cores()
-    contestants = [Contestant("tfm", dtype, OURS) for dtype in dict.fromkeys(options.dtype)]
+    contestants = [
+        Contestant("tfm", dtype, OURS, options=() if cache == "auto" else (("cache", cache),))
+        for dtype, cache in itertools.product(dict.fromkeys(options.dtype), dict.fromkeys(options.cache))
+    ]
     contestants += [contestant for peer in dict.fromkeys(options.peer) for contestant in PEERS[peer]]
     try:
         needed = sorted({name for contestant in contestants for name in contestant.needs})

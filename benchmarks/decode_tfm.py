@@ -21,10 +21,10 @@ from tfm.nn.transformer import build_model
 class Decoder:
     """A model with random weights, warm for what it has done before."""
 
-    def __init__(self, case: TrainingCase, weights: Weights):
+    def __init__(self, case: TrainingCase, weights: Weights, cache: str = "auto"):
         self.config = model_config(case)
         self.weights: Weights = weights
-        self.model = build_model(self.config, dtype="auto" if weights == "int8" else weights)
+        self.model = build_model(self.config, dtype="auto" if weights == "int8" else weights, cache_dtype=cache)
         self.params = prepare_for_inference(init_params(self.model, jax.random.key(0)), weights)
 
     def warm_up(self, **setting: int) -> dict[str, Any]:
@@ -65,7 +65,7 @@ class Decoder:
         """What a step takes at least: the bytes it must read, or its multiplications, whichever takes longer."""
         num_bytes, operations = flops.decode_step_cost(
             self.config, rows=rows, beams=beams, source_tokens=source_tokens, position=new_tokens // 2,
-            weight_bytes={"float32": 4, "bfloat16": 2, "int8": 1}[self.weights],
+            weight_bytes={"float32": 4, "bfloat16": 2, "int8": 1}[self.weights], cache_dtype=self.model.cache_dtype,
         )  # fmt: skip
         bandwidth, rate = self._machine()
         return {
@@ -78,7 +78,7 @@ class Decoder:
 
 
 def start(argument: dict[str, Any]) -> tuple[dict[str, Any], Handlers]:
-    decoder = Decoder(TrainingCase(**argument["case"]), argument["dtype"])
+    decoder = Decoder(TrainingCase(**argument["case"]), argument["dtype"], argument.get("cache", "auto"))
     ready = {"versions": {"jax": jax.__version__}, "device_kind": jax.devices()[0].device_kind}
     handlers = {"warm_up": decoder.warm_up, "run": decoder.run, "floor": decoder.floor, "peak_memory": peak_memory}
     return ready, handlers

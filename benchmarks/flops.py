@@ -1,6 +1,7 @@
 """The count of floating-point operations that training is measured by, and what devices can do at most."""
 
 from tfm.config import ModelConfig
+from tfm.nn.cache import CacheDtype
 
 
 def train_step_flops(config: ModelConfig, *, rows: int, source_tokens: int, target_tokens: int) -> int:
@@ -40,13 +41,20 @@ def train_step_flops(config: ModelConfig, *, rows: int, source_tokens: int, targ
 
 
 def decode_step_cost(
-    config: ModelConfig, *, rows: int, beams: int, source_tokens: int, position: int, weight_bytes: int
+    config: ModelConfig,
+    *,
+    rows: int,
+    beams: int,
+    source_tokens: int,
+    position: int,
+    weight_bytes: int,
+    cache_dtype: CacheDtype = "float32",
 ) -> tuple[int, int]:
     """The bytes that a decode step must read, and the floating-point operations that it asks for.
 
     Read are: each weight of the decoder and of the output projection once (not the key and value matrices of
     cross-attention, whose products are in the cache), and keys and values: `position` of each hypothesis so far, and
-    the source's, which a row's hypotheses share. Keys and values are float32.
+    the source's, which a row's hypotheses share.
 
     Raises:
         ValueError: the config is not an encoder-decoder.
@@ -58,9 +66,10 @@ def decode_step_cost(
     layer = 4 * config.model_dim * heads_dim + 2 * config.model_dim * kv_dim + feed_forward
     entries = config.decoder_layers * layer + config.model_dim * config.target_vocab_size
     hypotheses = rows * beams
-    keys_values = 2 * kv_dim * config.decoder_layers * (hypotheses * position + rows * source_tokens)
+    vector_bytes = {"float32": 4 * config.head_size, "bfloat16": 2 * config.head_size, "int8": config.head_size + 4}
+    vectors = 2 * config.kv_heads * config.decoder_layers * (hypotheses * position + rows * source_tokens)
     attention = 4 * hypotheses * heads_dim * config.decoder_layers * (position + source_tokens)
-    return entries * weight_bytes + keys_values * 4, 2 * hypotheses * entries + attention
+    return entries * weight_bytes + vectors * vector_bytes[cache_dtype], 2 * hypotheses * entries + attention
 
 
 PEAK_FLOPS = {

@@ -10,7 +10,7 @@ from tolerances import assert_close, assert_same_bits
 from tfm.config import ModelConfig
 from tfm.nn import attention
 from tfm.nn.attention import Attention, attention_weights, dot_product_attention
-from tfm.nn.cache import KeysValues
+from tfm.nn.cache import Int8Vectors, KeysValues
 from tfm.nn.masks import Visible
 
 B, Q, M, N, H = 3, 4, 6, 4, 8
@@ -200,6 +200,57 @@ def test_plain_runs_on_a_cpu_that_is_not_the_default(monkeypatch):
     assert_close(jax.jit(mixed)(query, keys_values), exact, dtype="bfloat16")
     gradients = jax.jit(jax.grad(lambda *args: mixed(*args).sum(), (0, 1)))(query, keys_values)
     assert all(leaf.dtype == jnp.bfloat16 and np.isfinite(leaf).all() for leaf in jax.tree.leaves(gradients))
+
+
+# Keys and values in fewer bits
+
+
+def floats_of(stored):
+    if isinstance(stored, Int8Vectors):
+        return stored.values.astype(jnp.float32) * stored.scales
+    return stored.astype(jnp.float32)
+
+
+@pytest.mark.parametrize("stored_as", ["bfloat16", "int8"])
+@pytest.mark.parametrize(("kv_heads", "queries"), [(4, 1), (4, 4), (2, 1), (1, 4), (1, 5), (2, 20)])
+def test_stored_keys_and_values_are_worth_their_floats(stored_as, kv_heads, queries):
+    """For few queries and for many, whatever they are multiplied by."""
+    query, floats = arrays(kv_heads, queries=queries)
+    stored = floats.stored(stored_as)
+    worth = KeysValues(floats_of(stored.keys), floats_of(stored.values))
+    visible, bias = Visible(key_lengths=jnp.array([6, 0, 4])), jnp.array(np.resize(BIAS, (B, N, queries, M)))
+    for kernel in ("plain", "auto"):
+        mixed = jax.jit(lambda *given, kernel=kernel: dot_product_attention(*given, visible=visible, kernel=kernel))
+        assert_close(mixed(query, stored), mixed(query, worth))
+    weights = jax.jit(lambda keys: attention_weights(query, keys, visible, bias, 0.3))
+    assert_close(weights(stored.keys), weights(worth.keys))
+
+
+@pytest.mark.parametrize("stored_as", ["float32", "bfloat16", "int8"])
+def test_queries_in_bfloat16_meet_stored_keys_too(stored_as):
+    query, floats = arrays(2)
+    mixed = dot_product_attention(query.astype(jnp.bfloat16), floats.stored(stored_as), visible=ALL)
+    assert mixed.dtype == jnp.bfloat16
+    assert_close(mixed, in_numpy(query, floats, CASES["all"][2]), dtype="bfloat16")
+
+
+def test_xla_serves_a_cache_in_bfloat16_and_refuses_int8():
+    query, floats = arrays()
+    stored = floats.stored("bfloat16")
+    plain, xla = (dot_product_attention(query, stored, visible=ALL, kernel=kernel) for kernel in ("plain", "xla"))
+    assert_close(xla, plain)
+    with pytest.raises(ValueError, match="'xla' cannot serve here: it takes no keys and values in int8"):
+        dot_product_attention(query, floats.stored("int8"), visible=ALL, kernel="xla")
+
+
+def test_cudnn_refuses_int8_and_auto_does_not_take_it(monkeypatch):
+    pretend_gpu(monkeypatch, "9.0")
+    query, floats = arrays(dtype="bfloat16")
+    stored = floats.stored("int8")
+    with pytest.raises(ValueError, match="'cudnn' cannot serve here: it takes no keys and values in int8"):
+        dot_product_attention(query, stored, visible=ALL, kernel="cudnn")
+    monkeypatch.setattr(attention, "_cudnn", lambda *_: pytest.fail("auto chose cuDNN"))
+    assert jax.eval_shape(lambda: dot_product_attention(query, stored, visible=ALL)).shape == query.shape
 
 
 def test_cudnn_without_a_gpu_is_refused_and_the_error_says_why():

@@ -1,4 +1,5 @@
 import functools
+import inspect
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +11,7 @@ from tolerances import assert_same_bits
 
 from tfm.config import ModelConfig
 from tfm.nn.cache import (
+    Int8Vectors,
     KeysValues,
     LayerCache,
     cache_bytes,
@@ -38,15 +40,16 @@ def nbytes(cache) -> int:
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
 def test_cache_bytes_are_those_of_the_arrays_and_of_the_formula(name, dtype):
     config = CONFIGS[name]
     cache = init_cache(config, batch=B, source_length=S, capacity=C, dtype=dtype)
     said = cache_bytes(config, batch=B, source_length=S, capacity=C, dtype=dtype)
     assert said == nbytes(cache)
     # 2 · (B·W·C + B·S) · K · H · L · bytes, and the lengths, one int32 a row for each side
-    heads = config.kv_heads * config.head_size
-    assert said == 2 * (B * C + B * S) * heads * 3 * jnp.dtype(dtype).itemsize + 2 * B * 4
+    vector_bytes = {"float32": 4 * config.head_size, "bfloat16": 2 * config.head_size, "int8": config.head_size + 4}
+    assert said == 2 * (B * C + B * S) * config.kv_heads * vector_bytes[dtype] * 3 + 2 * B * 4
+    assert nbytes(widen(cache, 3)) == cache_bytes(config, batch=B, source_length=S, capacity=C, beams=3, dtype=dtype)
 
 
 def test_all_beams_of_a_row_share_its_source():
@@ -120,9 +123,44 @@ def test_write_keeps_the_caches_dtype():
     assert written.keys.dtype == written.values.dtype == jnp.bfloat16
 
 
-def test_a_donated_write_copies_nothing():
+def in_floats(vectors):
+    return np.asarray(vectors.values, np.float32) * np.asarray(vectors.scales)
+
+
+def test_in_int8_each_vector_is_near_what_was_written_and_zeros_are_zeros():
+    floats = random_keys_values(0, C)
+    floats = floats.replace(keys=floats.keys.at[0, 1, 2].set(0).at[1].multiply(1e4))  # large neighbours harm nobody
+    stored = floats.stored("int8")
+    assert stored.length == C
+    for was, now in ((floats.keys, stored.keys), (floats.values, stored.values)):
+        assert (now.values.dtype, now.scales.dtype, now.scales.shape) == (jnp.int8, jnp.float32, (B, 2, C, 1))
+        largest = np.abs(was).max(axis=-1, keepdims=True)
+        assert (np.abs(in_floats(now) - was) <= 1.001 * largest / 254).all()
+    assert not stored.keys.scales[0, 1, 2].any()
+    assert not stored.keys.values[0, 1, 2].any()
+
+
+def test_an_int8_cache_rounds_what_is_written_and_touches_nothing_else():
+    old, new = random_keys_values(0, C).stored("int8"), random_keys_values(1, 2)
+    written = write(old, new, jnp.array([0, 3, 5], jnp.int32))
+    assert isinstance(written.keys, Int8Vectors)
+    for was, added, now in zip(*map(jax.tree.leaves, (old, new.stored("int8"), written)), strict=True):
+        expected = np.array(was)
+        for row, start in enumerate([0, 3, 5]):
+            expected[row, :, start : start + 2] = added[row]
+        assert_same_bits(now, expected)
+
+
+@pytest.mark.parametrize("make", [init_cache, cache_bytes])
+def test_a_dtype_that_no_cache_has_is_refused(make):
+    with pytest.raises(ValueError, match="expected a cache in 'float32', 'bfloat16' or 'int8', got 'int4'"):
+        inspect.unwrap(make)(CONFIG, batch=B, source_length=S, capacity=C, dtype="int4")
+
+
+@pytest.mark.parametrize("dtype", ["float32", "int8"])
+def test_a_donated_write_copies_nothing(dtype):
     """The whole cache is passed through; XLA needs no second one beside it."""
-    old, new = random_keys_values(0, 512), random_keys_values(1, 1)
+    old, new = random_keys_values(0, 512).stored(dtype), random_keys_values(1, 1)
     compiled = jax.jit(write, donate_argnums=0).lower(old, new, jnp.zeros(B, jnp.int32)).compile()
     memory = compiled.memory_analysis()
     assert memory.alias_size_in_bytes == nbytes(old)

@@ -57,6 +57,9 @@ def test_info_says_what_a_run_is(trained, capsys):
     config = from_dict(info["config"])
     dtype = info["cache"]["dtype"]
     assert info["cache"]["bytes"] == cache_bytes(config.model, batch=3, source_length=7, capacity=5, dtype=dtype)
+    smaller = result(capsys, [*arguments, "--cache", "int8", "--json"])["cache"]
+    assert smaller["bytes"] == cache_bytes(config.model, batch=3, source_length=7, capacity=5, dtype="int8")
+    assert smaller["bytes"] < info["cache"]["bytes"]
     assert info["metrics"]["train"]["step"] == 20
     assert "ter" in info["metrics"]["validation"]
     text = "\n".join(answers(capsys, arguments))

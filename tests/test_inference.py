@@ -150,6 +150,49 @@ def test_in_bfloat16_they_agree_too(config, stream, monkeypatch):
         assert np.abs(full - full_logits(config)).max() > 1e-3
 
 
+EACH_POSITIONS = [mixtures()[3 * i + i % 3] for i in range(len(mixtures()) // 3)]
+"""Each kind of positions once, with key/value heads of every number and both architectures among them."""
+cache_dtypes = pytest.mark.parametrize("cache_dtype", ["bfloat16", "int8"])
+
+
+@pytest.mark.parametrize(
+    ("config", "cache_dtype"),
+    [(config, "int8") for config in EACH_POSITIONS] + [(config, "bfloat16") for config in BOTH],
+    ids=lambda one: one if isinstance(one, str) else name_of(one),
+)
+def test_with_a_cache_in_fewer_bits_they_agree_too(config, cache_dtype):
+    with compiled_fast():
+        full = full_logits(config)
+        first, cache = prefilled(config, cache=cache_dtype)
+        assert_close(first[:, 0], full[np.arange(T), PROMPT_LENGTHS - 1])  # prefill itself rounds nothing
+        # logits are near 3 and have been through two layers
+        stepwise = stepwise_logits(config, first, cache, [1, 3, 1])
+        assert_agrees(stepwise, full, dtype=cache_dtype, times=2)
+        assert np.nanmax(np.abs(stepwise - full)) > 1e-3
+        # what lies in the padding changes nothing
+        junk_source = np.where(np.arange(S) < SOURCE_LENGTHS[:, None], SOURCE, random_ids(T, S, seed=8))
+        first, cache = prefilled(config, source=junk_source, prompt=prompts_with_junk(seed=9), cache=cache_dtype)
+        assert_agrees(stepwise_logits(config, first, cache, [1, 3, 1]), stepwise, times=10)
+
+
+@both_architectures
+@cache_dtypes
+def test_empty_places_behind_and_neighbours_change_nothing_in_fewer_bits(config, cache_dtype):
+    model, params = tiny_model(config, cache=cache_dtype), random_params(config)
+    with compiled_fast():
+        _, cache = prefilled(config, cache=cache_dtype)
+    following = FURTHER_TOKENS[:, :1]
+    step, _ = decode_step(model, params, following, cache)
+    longer = jax.tree.map(lambda x: jnp.pad(x, ((0, 0), (0, 0), (0, 7), (0, 0))), cache.layers)
+    if config.architecture == "encoder-decoder":
+        longer = tuple(
+            new.replace(cross_attention=old.cross_attention) for new, old in zip(longer, cache.layers, strict=True)
+        )
+    assert_close(decode_step(model, params, following, cache.replace(layers=longer))[0], step)
+    one = jax.tree.map(lambda x: x[2:3], cache)
+    assert_close(decode_step(model, params, following[2:3], one)[0], step[2:3])
+
+
 @both_architectures
 def test_a_row_alone_and_in_wider_padding_gives_what_it_gives_in_a_batch(config):
     model, params = tiny_model(config), random_params(config)
@@ -259,14 +302,42 @@ def test_a_donated_cache_is_deleted_and_gives_the_same(config):
 
 
 @both_architectures
-def test_a_donated_step_copies_no_cache(config):
-    model, params = tiny_model(config), random_params(config)
-    cache = init_cache(config, batch=T, source_length=S, capacity=4096)
+@pytest.mark.parametrize("cache_dtype", ["float32", "bfloat16", "int8"])
+def test_a_donated_step_copies_no_cache(config, cache_dtype):
+    config = config.replace(head_dim=32, num_kv_heads=4)  # so that keys are large beside scores
+    model, params = tiny_model(config, cache=cache_dtype), random_params(config)
+    sizes = dict(batch=T, source_length=2048, capacity=2048, dtype=cache_dtype)
+    cache = init_cache(config, **sizes)
     compiled = inference._decode_step_donating.lower(model, params, FURTHER_TOKENS[:, :1], cache).compile()
     memory = compiled.memory_analysis()
-    all_bytes = cache_bytes(config, batch=T, source_length=S, capacity=4096)
+    all_bytes = cache_bytes(config, **sizes)
     assert memory.alias_size_in_bytes == all_bytes
-    assert memory.temp_size_in_bytes < all_bytes / 2
+    if cache_dtype != "bfloat16" or jax.__version_info__ >= (0, 12):  # before, XLA wrote bfloat16 by way of float32
+        assert memory.temp_size_in_bytes < all_bytes / 4
+
+
+def test_a_loop_of_steps_makes_no_floats_of_an_int8_cache():
+    """Not of what it writes into, and not of the source's, which stays the same in all of its steps."""
+    config = BOTH[0].replace(head_dim=32, num_kv_heads=4)
+    model, params = tiny_model(config, cache="int8"), random_params(config)
+    sizes = dict(batch=T, source_length=2048, capacity=2048, dtype="int8")
+
+    @functools.partial(jax.jit, donate_argnums=1)
+    def steps(params, cache, tokens):
+        return jax.lax.fori_loop(0, 3, lambda _, cache: decode_step(model, params, tokens, cache)[1], cache)
+
+    compiled = steps.lower(params, init_cache(config, **sizes), FURTHER_TOKENS[:, :1]).compile()
+    assert compiled.memory_analysis().temp_size_in_bytes < cache_bytes(config, **sizes) / 4
+
+
+@both_architectures
+@pytest.mark.parametrize("cache_dtype", ["float32", "bfloat16", "int8"])
+def test_prefill_makes_as_many_bytes_as_were_said_in_every_kind_of_cache(config, cache_dtype):
+    model = tiny_model(config, cache=cache_dtype)
+    cache = jax.eval_shape(lambda params: prefill(model, params, SOURCE, capacity=CAPACITY)[1], random_params(config))
+    assert cache_bytes(config, batch=T, source_length=S, capacity=CAPACITY, dtype=cache_dtype) == sum(
+        leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(cache)
+    )
 
 
 @both_architectures

@@ -16,6 +16,7 @@ from tfm.decoding.beam import BeamSearch
 from tfm.decoding.generate import generate, generate_n_best
 from tfm.decoding.inference import decode_step, prefill
 from tfm.decoding.sampling import Greedy
+from tfm.decoding.score import score
 from tfm.nn.cache import reorder, widen
 
 B, S, P, W = 4, 5, 3, 3
@@ -84,6 +85,22 @@ def test_hypotheses_have_the_log_probabilities_of_one_forced_pass(config, prompt
             expected = log_probs[row, at, target[row, at + 1]]
             assert_close(best.token_log_probs[row, i, : len(at)], expected, times=4)
             assert_close(best.log_probs[row, i], expected.sum(), times=10)
+
+
+@both_architectures
+@pytest.mark.parametrize("cache", ["bfloat16", "int8"])
+def test_hypotheses_from_a_cache_in_fewer_bits_have_about_the_scores_of_one_forced_pass(config, cache):
+    model, params = tiny_model(config, cache=cache), random_params(config)
+    best = generate_n_best(
+        model, params, SOURCE, source_lengths=SOURCE_LENGTHS, max_tokens=CAPACITY, capacity=CAPACITY,
+        search=BeamSearch(width=W, num_best=W),
+    )  # fmt: skip
+    for i in range(W):
+        scored = score(
+            model, params, SOURCE, best.tokens[:, i], source_lengths=SOURCE_LENGTHS, target_lengths=best.lengths[:, i]
+        )
+        # a log-probability is a difference of two logits that are near 3
+        assert_close(best.token_log_probs[:, i], scored.token_log_probs, dtype=cache, times=3)
 
 
 @both_architectures

@@ -29,6 +29,7 @@ OPTIONS = {
     "architecture": ("encoder-decoder", "decoder-only"),
     "positions": ("sinusoidal", "learned", "rope", "t5-bias", "alibi"),
     "weights": ("float32", "bfloat16", "int8"),
+    "cache": ("auto", "bfloat16", "int8"),
     "sampler": (
         Greedy(),
         Sampling(temperature=1.5, top_k=5),
@@ -90,7 +91,7 @@ def _compile_fast(compile_fast):
 
 
 @functools.cache
-def model_of(architecture: str, positions: str, weights: str) -> TextModel:
+def model_of(architecture: str, positions: str, weights: str, cache: str) -> TextModel:
     config = preset(
         "tiny", architecture=architecture, positions=positions, model_dim=16, feed_forward_dim=16, num_heads=2,
         encoder_layers=int(architecture == "encoder-decoder"), decoder_layers=1, shared_embeddings="none",
@@ -99,7 +100,7 @@ def model_of(architecture: str, positions: str, weights: str) -> TextModel:
     )  # fmt: skip
     params = init_params(build_model(config, dtype="float32"), jax.random.key(1))
     params = jax.tree.map(lambda leaf: leaf * 2.5 if leaf.ndim == 2 else leaf, params)
-    return TextModel(config, params, TOKENIZER, TOKENIZER, weights=weights)
+    return TextModel(config, params, TOKENIZER, TOKENIZER, weights=weights, cache=cache)
 
 
 def test_the_requests_have_every_pair():
@@ -111,7 +112,7 @@ def test_the_requests_have_every_pair():
 @pytest.mark.parametrize("places", REQUESTS, ids=range(len(REQUESTS)))
 def test_a_request_gets_what_its_options_promise(places, recwarn):
     request_ = {name: OPTIONS[name][place] for name, place in places.items()}
-    model = model_of(request_["architecture"], request_["positions"], request_["weights"])
+    model = model_of(*(request_[name] for name in ("architecture", "positions", "weights", "cache")))
     cut = request_["long_texts"] == "cut"
     texts = [*TEXTS, LONG if cut else "b"]
     options = {name: request_[name] for name in ("sampler", "constraints", "max_tokens", "seed", "long_texts")}
@@ -129,7 +130,7 @@ def test_a_request_gets_what_its_options_promise(places, recwarn):
         for answer in answers:
             assert_promised(answer, text, request_, most)
     assert any(str(w.message).startswith("1 of 4 texts cut to 16 tokens") for w in recwarn) == cut
-    if prefix is None and request_["weights"] == "float32":
+    if prefix is None and (request_["weights"], request_["cache"]) == ("float32", "auto"):
         kept = [answers[0] for answers in found]
         scored = model.score([" ".join(text.split()[:15]) for text in texts], kept)
         assert [one.score for one in scored] == pytest.approx([a.score for a in kept], abs=1e-4 * (1 + most))
@@ -157,6 +158,6 @@ def assert_promised(answer: Answer, text: str, request_, most: int) -> None:
 
 @pytest.mark.parametrize("search", [*OPTIONS["sampler"][2:], Samples()], ids=lambda search: type(search).__name__)
 def test_what_cannot_go_together_is_an_error_before_anything_is_compiled(search):
-    model = model_of("encoder-decoder", "sinusoidal", "float32")
+    model = model_of("encoder-decoder", "sinusoidal", "float32", "auto")
     with pytest.raises(ValueError, match=r"expected Greedy\(\) or Sampling\(…\) to stream"):
         inspect.unwrap(TextModel.stream)(model, ["a"], sampler=search)

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from compile_counter import count_compilations
 from tiny_models import compiled_fast
+from tolerances import TOLERANCES
 
 import tfm
 from tfm import answering
@@ -348,6 +349,29 @@ def test_a_saved_model_answers_the_same(tmp_path, weights):
     texts = random_texts(9, longest=15)
     assert loaded.config == CONFIG
     assert loaded.generate(texts, max_tokens=10) == model.generate(texts, max_tokens=10)
+
+
+@pytest.mark.parametrize("architecture", ["encoder-decoder", "decoder-only"])
+def test_a_cache_in_fewer_bits_is_chosen_by_a_word(tmp_path, architecture):
+    make_model(CONFIG.replace(architecture=architecture)).save(tmp_path / "model")
+    texts = random_texts(9, longest=15)
+    exact, rounded = (tfm.load(tmp_path / "model", weights="float32", cache=cache) for cache in ("float32", "int8"))
+    assert (exact.model.cache_dtype, rounded.model.cache_dtype) == ("float32", "int8")
+    rules = tfm.TextConstraints(no_repeat_ngram=2, banned_phrases=["c"])
+    for arguments in ({}, {"sampler": BeamSearch(width=3)}, {"constraints": rules, "prefixes": ["d"] * 9}):
+        answers = rounded.generate(texts, max_tokens=8, **arguments)
+        assert all("c" not in answer.text for answer in answers if "constraints" in arguments)
+        if "prefixes" in arguments:
+            continue  # whose tokens `score` counts
+        for answer, again in zip(answers, exact.score(texts, answers), strict=True):
+            # an error of the logits in each of up to 8 tokens
+            assert answer.score == pytest.approx(again.score, abs=8 * TOLERANCES["int8"])
+    assert rounded.replace_params(make_params(rounded.config, seed=2)).model.cache_dtype == "int8"
+
+
+def test_a_cache_that_there_is_not_is_refused():
+    with pytest.raises(ValueError, match="expected a cache in 'float32', 'bfloat16' or 'int8', got 'int4'"):
+        make_model(cache="int4")
 
 
 def test_parameters_in_half_the_bytes_answer_too(tmp_path):

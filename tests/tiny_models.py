@@ -35,8 +35,8 @@ def compiled_fast() -> Iterator[None]:
 
 
 @functools.cache
-def tiny_model(config: ModelConfig, dtype: str = "float32", kernel: str = "plain") -> Model:
-    return build_model(config, dtype=dtype, attention_kernel=kernel)
+def tiny_model(config: ModelConfig, dtype: str = "float32", kernel: str = "plain", cache: str = "auto") -> Model:
+    return build_model(config, dtype=dtype, attention_kernel=kernel, cache_dtype=cache)
 
 
 @functools.cache

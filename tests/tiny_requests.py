@@ -30,9 +30,9 @@ def prompts_with_junk(seed=None):
     return np.where(np.arange(T) < PROMPT_LENGTHS[:, None], TARGET, junk)
 
 
-def prefilled(config, dtype="float32", *, source=SOURCE, prompt=None):
+def prefilled(config, dtype="float32", *, source=SOURCE, prompt=None, cache="auto"):
     prompt = prompts_with_junk() if prompt is None else prompt
     return prefill(
-        tiny_model(config, dtype), random_params(config), source, SOURCE_LENGTHS, prompt, PROMPT_LENGTHS,
+        tiny_model(config, dtype, cache=cache), random_params(config), source, SOURCE_LENGTHS, prompt, PROMPT_LENGTHS,
         capacity=CAPACITY,
     )  # fmt: skip

@@ -6,6 +6,8 @@ TOLERANCES = {
     "float32": 1e-5,
     # 8 bits of mantissa: a rounding is up to 2**-8 = 0.004 of a value, and a few of them add up on the way to a logit
     "bfloat16": 3e-2,
+    # an entry is off by up to max |vector| / 254 = 0.004 of the largest, and small entries by as much
+    "int8": 5e-2,
 }
 """Largest difference, as an absolute and as a relative one: |a - b| ≤ tolerance · (1 + |b|)."""
 

@@ -59,6 +59,7 @@ def load(
     folder: str | os.PathLike[str],
     *,
     weights: str = "auto",
+    cache: str = "auto",
     attention_kernel: Kernel = "auto",
     max_batch: int = 64,
     max_batch_tokens: int = 16_384,
@@ -68,6 +69,7 @@ def load(
     Args:
         folder: the model folder.
         weights: see `TextModel`, as for the rest.
+        cache: what keys and values lie in while answers are made.
         attention_kernel: see `tfm.nn.attention`.
         max_batch: the most texts in one batch.
         max_batch_tokens: the most tokens in one batch.
@@ -82,6 +84,7 @@ def load(
         stored.source_tokenizer,
         stored.target_tokenizer,
         weights=weights,
+        cache=cache,
         attention_kernel=attention_kernel,
         max_batch=max_batch,
         max_batch_tokens=max_batch_tokens,
@@ -99,6 +102,7 @@ class TextModel:
         target_tokenizer: Tokenizer,
         *,
         weights: str = "auto",
+        cache: str = "auto",
         attention_kernel: Kernel = "auto",
         max_batch: int = 64,
         max_batch_tokens: int = 16_384,
@@ -113,13 +117,17 @@ class TextModel:
             target_tokenizer: turns generated ids into text.
             weights: what matrices lie in on the device and are multiplied in: "float32", "bfloat16", "auto" for the
                 faster of the two here, or "int8", with the vectors that they meet rounded to 8 bits as well.
+            cache: what keys and values lie in while an answer is made: "float32", "bfloat16", "int8" with a scale for
+                each vector, or "auto" for what they are computed in, so that nothing is rounded. Scores that
+                `generate` gives are then of the rounded ones; `score` and `align` have no cache.
             attention_kernel: see `tfm.nn.attention`.
             max_batch: the most texts in one batch, rounded down to a power of two. More are cut into several batches.
             max_batch_tokens: the most tokens in one batch, padded source and cache capacity together, which bounds the
                 memory that a batch takes; but one text always is a batch.
 
         Raises:
-            ValueError: weights that there are not, or parameters or tokenizers that do not belong to `config`.
+            ValueError: weights or a cache that there are not, or parameters or tokenizers that do not belong to
+                `config`.
         """
         for name, value in (("max_batch", max_batch), ("max_batch_tokens", max_batch_tokens)):
             if value < 1:
@@ -135,7 +143,7 @@ class TextModel:
         self.target_tokenizer = target_tokenizer
         self.weights: Weights = "int8" if weights == "int8" else compute_dtype(weights)
         dtype = "auto" if weights == "int8" else weights
-        self.model: Model = build_model(config, dtype=dtype, attention_kernel=attention_kernel)
+        self.model: Model = build_model(config, dtype=dtype, attention_kernel=attention_kernel, cache_dtype=cache)
         self.prepared_params = prepare_for_inference(params, self.weights)
         """The same on the device, as `weights` says: what answers are made with."""
         self._engine = Engine(

@@ -12,6 +12,7 @@ from train import schema
 from train.config import recipe_names
 
 # As tfm.decoding has them, which would import JAX; a test holds them to it.
+CACHE_DTYPES = ("float32", "bfloat16", "int8")
 UTILITIES = ("chrf", "bleu")
 LENGTH_PENALTIES = ("gnmt", "power")
 STOPS = ("first-finished", "provably-best", "all-finished")
@@ -199,6 +200,7 @@ def info_arguments(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--batch", type=int, default=1, metavar="B", help="rows of the cache (default: 1)")
     parser.add_argument("--source-length", type=int, metavar="S", help="source tokens (default: the most it accepts)")
     parser.add_argument("--length", type=int, metavar="C", help="target tokens (default: the most it accepts)")
+    parser.add_argument("--cache", choices=CACHE_DTYPES, help="what it lies in (default: as the model computes)")
     parser.add_argument("--json", action="store_true", help="as one JSON object")
     return parser.parse(arguments)
 
@@ -231,6 +233,10 @@ def _add_weights(parser: argparse.ArgumentParser) -> None:
 
 def _add_decoding(parser: argparse.ArgumentParser) -> None:
     _add_weights(parser)
+    parser.add_argument(
+        "--cache", choices=CACHE_DTYPES,
+        help="what keys and values are rounded to while it generates (default: they are not)",
+    )  # fmt: skip
     beams = parser.add_argument_group("beam search")
     beams.add_argument("--beams", type=int, metavar="W", help="follow the W likeliest hypotheses")
     beams.add_argument("--alpha", type=float, metavar="A", help="ranks by log P / ((5 + length) / 6)^A (default: 0.6)")

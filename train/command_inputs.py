@@ -41,7 +41,9 @@ def load_requested(arguments: argparse.Namespace) -> tuple[TextModel, TrainConfi
         use_device(arguments.device)
     folder, config = find_model(arguments.run)
     most = {} if arguments.batch_tokens is None else {"max_batch_tokens": arguments.batch_tokens}
-    return load(folder, weights=arguments.weights or ("auto" if config is None else config.dtype), **most), config
+    weights = arguments.weights or ("auto" if config is None else config.dtype)
+    cache = getattr(arguments, "cache", None) or "auto"  # scoring has none
+    return load(folder, weights=weights, cache=cache, **most), config
 
 
 def beam_search(arguments: argparse.Namespace, model: TextModel, num_best: int = 1) -> BeamSearch:

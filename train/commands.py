@@ -17,7 +17,7 @@ from tfm.batch import make_batch
 from tfm.config import ModelConfig
 from tfm.decoding.requests import Decoding
 from tfm.decoding.sampling import Greedy
-from tfm.nn.cache import cache_bytes
+from tfm.nn.cache import CacheDtype, cache_bytes
 from tfm.nn.layers import compute_dtype, stream_dtype
 from tfm.nn.params import count_by_part, count_params, param_shapes
 from tfm.nn.transformer import build_model
@@ -125,7 +125,8 @@ def evaluate(arguments: argparse.Namespace) -> int:
             near = schema.nearest(metric, HIGHER_IS_BETTER)
             raise ValueError(f"no metric {metric!r}; the nearest is {near!r} of {', '.join(HIGHER_IS_BETTER)}")
     examples = read_split(arguments.split, data_config(arguments, config), is_run=config is not None)
-    model = load(folder, weights=arguments.weights or ("auto" if config is None else config.dtype))
+    weights = arguments.weights or ("auto" if config is None else config.dtype)
+    model = load(folder, weights=weights, cache=arguments.cache or "auto")
     the_runs = model.config.max_target_length if config is None else config.max_new_tokens
     max_tokens = the_runs if arguments.max_tokens is None else arguments.max_tokens
     sampler: Decoding = Greedy() if arguments.beams is None else beam_search(arguments, model)
@@ -183,7 +184,7 @@ def info(arguments: argparse.Namespace) -> int:
     config = RunFolder(path).read_config() if is_run else None
     model_config = load_model(find_model(path)[0]).config if config is None else config.model
     parts = count_by_part(param_shapes(model_config))
-    size = _cache_size(model_config, arguments.batch, arguments.source_length, arguments.length)
+    size = _cache_size(model_config, arguments.batch, arguments.source_length, arguments.length, arguments.cache)
     metrics = _metrics_so_far(path / "metrics.jsonl")
     settings = {"model": model_config.to_dict()} if config is None else schema.encode(config)
     if arguments.json:
@@ -215,13 +216,15 @@ def info(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _cache_size(config: ModelConfig, batch: int, source_length: int | None, length: int | None) -> dict[str, Any]:
+def _cache_size(
+    config: ModelConfig, batch: int, source_length: int | None, length: int | None, dtype: CacheDtype | None
+) -> dict[str, Any]:
     source_length = config.max_source_length if source_length is None else source_length
     length = config.max_target_length if length is None else length
     for name, value in (("--batch", batch), ("--source-length", source_length), ("--length", length)):
         if value < 1:
             raise ValueError(f"expected {name} of at least 1, got {value}")
-    dtype = stream_dtype(compute_dtype("auto"))
+    dtype = dtype or stream_dtype(compute_dtype("auto"))
     size = cache_bytes(config, batch=batch, source_length=source_length, capacity=length, dtype=dtype)
     return {"batch": batch, "source_length": source_length, "length": length, "dtype": dtype, "bytes": size}
 

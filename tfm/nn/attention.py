@@ -3,11 +3,14 @@
 All kernels compute the same function, and one test holds them to that. `plain` is the definition: einsums that one
 can read beside the paper, on every backend, with dropout. `xla` is `jax.nn.dot_product_attention`'s own composition.
 `cudnn` is NVIDIA's fused kernel; it takes padding as lengths, since it refuses a mask that is broadcast.
+
+Keys and values may lie in fewer bits than queries do: `tfm.nn.cache`. Only `plain` takes them in int8.
 """
 
 import functools
 import math
 import re
+from collections.abc import Callable
 from typing import Literal
 
 import flax.linen as nn
@@ -17,12 +20,17 @@ import jax.numpy as jnp
 from tfm.axes import Array, Float, Int, KeyArray
 from tfm.config import ModelConfig
 from tfm.nn import layers
-from tfm.nn.cache import KeysValues
+from tfm.nn.cache import Int8Vectors, KeysValues
 from tfm.nn.masks import Visible
 from tfm.nn.positions import rotate
 
 Kernel = Literal["auto", "plain", "xla", "cudnn"]
 KERNELS: tuple[Kernel, ...] = ("auto", "plain", "xla", "cudnn")
+
+_MOST_QUERIES = 16
+"""Of one head, up to which XLA's CPU backend is faster at multiplying and adding up as it reads than at a product."""
+_FEWEST_QUERIES = 2 if jax.__version_info__ < (0, 12) else 1
+"""For a single one, the XLA of jax 0.10 writes all products out before it adds them, 50 times as slowly as for two."""
 
 
 def dot_product_attention(
@@ -43,7 +51,7 @@ def dot_product_attention(
 
     Args:
         query: already rotated where positions are rotary.
-        keys_values: [B, K, M, H] each.
+        keys_values: [B, K, M, H] each, in any dtype of a cache.
         visible: which keys a query may see. A query that sees none gives zeros.
         bias: added to the scaled scores, with a leading axis of B or 1.
         scale: 1/sqrt(H) by default.
@@ -60,8 +68,8 @@ def dot_product_attention(
     problem = None
     if kernel in ("auto", "cudnn"):
         problem = _cudnn_problem(query, keys_values, visible, bias, drops)
-    elif kernel == "xla" and drops:
-        problem = "it has no dropout on attention weights"
+    elif kernel == "xla":
+        problem = _xla_problem(keys_values, drops)
     if problem and kernel != "auto":
         raise ValueError(f"attention kernel {kernel!r} cannot serve here: {problem}")
 
@@ -80,18 +88,16 @@ def check_kernel(kernel: str) -> None:
 
 def attention_weights(
     query: Float[Array, "B Q N H"],
-    keys: Float[Array, "B K M H"],
+    keys: Float[Array, "B K M H"] | Int8Vectors,
     visible: Visible,
     bias: Float[Array, "*B N Q M"] | None,
     scale: float,
 ) -> Float[Array, "B N Q M"]:
     """The softmax, in float32. A query that sees no key has weights of zero."""
     batch, num_queries, num_heads, head_dim = query.shape
-    kv_heads, num_keys = keys.shape[1:3]
+    kv_heads, num_keys = jax.tree.leaves(keys)[0].shape[1:3]
     query_BQKGH = query.reshape(batch, num_queries, kv_heads, num_heads // kv_heads, head_dim)
-    scores_BKGQM = jnp.einsum(
-        "BQKGH,BKMH->BKGQM", query_BQKGH * scale, keys.astype(query.dtype), preferred_element_type=jnp.float32
-    )
+    scores_BKGQM = _scores(query_BQKGH * scale, keys)
     scores = scores_BKGQM.reshape(batch, num_heads, num_queries, num_keys)
     if bias is not None:
         scores += bias
@@ -119,15 +125,46 @@ def _plain(
     if dropout_key is not None:
         weights = layers.dropout(weights, dropout_rate, dropout_key)
     batch, num_heads, num_queries, num_keys = weights.shape
-    kv_heads = keys_values.values.shape[1]
+    kv_heads = jax.tree.leaves(keys_values.values)[0].shape[1]
     weights_BKGQM = weights.reshape(batch, kv_heads, num_heads // kv_heads, num_queries, num_keys)
-    in_float32 = functools.partial(_weighted_sum, dtype="float32")
-    if query.dtype == jnp.float32:
-        mixed_BQKGH = in_float32(weights_BKGQM, keys_values.values)
-    else:  # XLA's CPU backend cannot run this product from bfloat16 into float32
-        as_query = functools.partial(_weighted_sum, dtype=query.dtype.name)
-        mixed_BQKGH = jax.lax.platform_dependent(weights_BKGQM, keys_values.values, cpu=in_float32, default=as_query)
+    mixed_BQKGH = _mixed(weights_BKGQM, keys_values.values, query.dtype.name)
     return mixed_BQKGH.reshape(query.shape).astype(query.dtype)
+
+
+def _scores(query_BQKGH: Array, keys: Array | Int8Vectors) -> Array:
+    """Each query times each key, [B, K, G, Q, M], in float32."""
+    if isinstance(keys, Int8Vectors):
+        return _scores(query_BQKGH, keys.values) * _of_each_key(keys.scales)
+    if keys.dtype == query_BQKGH.dtype:
+        return _product_of_queries(query_BQKGH, keys)
+    operands = _where_it_is_used(query_BQKGH, keys)
+    few = query_BQKGH.shape[1] * query_BQKGH.shape[3] <= _MOST_QUERIES
+    on_cpu = _scores_in_one_pass if few else _product_of_queries
+    return jax.lax.platform_dependent(*operands, cpu=on_cpu, default=_product_of_queries)
+
+
+def _mixed(weights_BKGQM: Array, values: Array | Int8Vectors, dtype: str) -> Array:
+    """The sum of the values times their weights, [B, Q, K, G, H], in float32; `dtype` is that of the queries."""
+    if isinstance(values, Int8Vectors):
+        return _mixed(weights_BKGQM * _of_each_key(values.scales), values.values, dtype)
+    in_float32 = functools.partial(_weighted_sum, dtype="float32")
+    if values.dtype == dtype == "float32":
+        return in_float32(weights_BKGQM, values)
+    operands: tuple[Array, Array] = (weights_BKGQM, values)
+    on_cpu: Callable[[Array, Array], Array] = in_float32
+    if values.dtype != dtype:
+        operands = _where_it_is_used(*operands)
+        few = weights_BKGQM.shape[2] * weights_BKGQM.shape[3] <= _MOST_QUERIES
+        on_cpu = _weighted_sum_in_one_pass if few else in_float32
+    # XLA's CPU backend cannot run this product from bfloat16 into float32
+    return jax.lax.platform_dependent(*operands, cpu=on_cpu, default=functools.partial(_weighted_sum, dtype=dtype))
+
+
+def _product_of_queries(query_BQKGH: Array, keys: Array) -> Array:
+    """With the keys in the queries' dtype, accumulated and returned in float32."""
+    return jnp.einsum(
+        "BQKGH,BKMH->BKGQM", query_BQKGH, keys.astype(query_BQKGH.dtype), preferred_element_type=jnp.float32
+    )
 
 
 def _weighted_sum(weights_BKGQM: Array, values: Array, dtype: str) -> Array:
@@ -135,6 +172,43 @@ def _weighted_sum(weights_BKGQM: Array, values: Array, dtype: str) -> Array:
     return jnp.einsum(
         "BKGQM,BKMH->BQKGH", weights_BKGQM.astype(dtype), values.astype(dtype), preferred_element_type=jnp.float32
     )
+
+
+def _scores_in_one_pass(query_BQKGH: Array, keys: Array) -> Array:
+    """The product of queries without the product: XLA's CPU backend would first write all keys out in float32."""
+    batch, queries, kv_heads, group, _ = query_BQKGH.shape
+    query_BKRH = query_BQKGH.transpose(0, 2, 3, 1, 4).reshape(batch, kv_heads, group * queries, -1)
+    query_BKRH = _enough_rows(query_BKRH).astype(jnp.float32)
+    scores_BKRM = (query_BKRH[:, :, :, None] * keys[:, :, None].astype(jnp.float32)).sum(axis=-1)
+    return scores_BKRM[:, :, : group * queries].reshape(batch, kv_heads, group, queries, -1)
+
+
+def _weighted_sum_in_one_pass(weights_BKGQM: Array, values: Array) -> Array:
+    """The weighted sum, likewise."""
+    batch, kv_heads, group, queries, _ = weights_BKGQM.shape
+    weights_BKRM = _enough_rows(weights_BKGQM.reshape(batch, kv_heads, group * queries, -1))
+    mixed_BKRH = (weights_BKRM[..., None] * values[:, :, None].astype(jnp.float32)).sum(axis=-2)
+    mixed_BKRH = mixed_BKRH[:, :, : group * queries]
+    return mixed_BKRH.reshape(batch, kv_heads, group, queries, -1).transpose(0, 3, 1, 2, 4)
+
+
+def _enough_rows(x_BKRM: Array) -> Array:
+    """The same rows, a single one twice where that is needed."""
+    return jnp.repeat(x_BKRM, _FEWEST_QUERIES, axis=2) if x_BKRM.shape[2] < _FEWEST_QUERIES else x_BKRM
+
+
+def _of_each_key(scales_BKM1: Array) -> Array:
+    """As factors of scores or weights, [B, K, 1, 1, M]."""
+    return scales_BKM1[:, :, None, None, :, 0]
+
+
+def _where_it_is_used(x: Array, stored: Array) -> tuple[Array, Array]:
+    """Both, so that nothing is made of the second before there is the first.
+
+    XLA would cast the source's keys and values to float32 once, before the loop of decode steps, and read that copy.
+    """
+    x, stored = jax.lax.optimization_barrier((x, stored))
+    return x, stored
 
 
 def _xla(query: Array, keys_values: KeysValues, visible: Visible, bias: Array | None, scale: float) -> Array:
@@ -176,8 +250,17 @@ def _cudnn(query: Array, keys_values: KeysValues, visible: Visible, scale: float
 
 def _heads_last(query: Array, keys_values: KeysValues) -> tuple[Array, Array]:
     """Keys and values as [B, M, K, H], which `jax.nn.dot_product_attention` takes."""
+    assert not isinstance(keys_values.keys, Int8Vectors)
+    assert not isinstance(keys_values.values, Int8Vectors)
     keys, values = (jnp.swapaxes(x, 1, 2).astype(query.dtype) for x in (keys_values.keys, keys_values.values))
     return keys, values
+
+
+def _xla_problem(keys_values: KeysValues, drops: bool) -> str | None:
+    """Why JAX's own composition cannot serve, or None."""
+    if isinstance(keys_values.keys, Int8Vectors):
+        return "it takes no keys and values in int8"
+    return "it has no dropout on attention weights" if drops else None
 
 
 def _cudnn_problem(
@@ -194,13 +277,15 @@ def _cudnn_problem(
         return f"it computes in bfloat16 or float16, not {query.dtype}"
     if head_dim % 8 or head_dim > 128:
         return f"it needs a head dimension that is a multiple of 8 and at most 128, not {head_dim}"
+    if isinstance(keys_values.keys, Int8Vectors):
+        return "it takes no keys and values in int8"
     if visible.mask is not None:
         return "it takes padding as lengths, and no mask"
     if bias is not None:
         return "a bias would have to be written out for every row and head"
     if drops:
         return "it has no dropout on attention weights here"
-    if visible.causal and (visible.query_positions is not None or num_queries != keys_values.keys.shape[2]):
+    if visible.causal and (visible.query_positions is not None or num_queries != keys_values.length):
         return "its causal mask cannot stand in the middle of a cache"
     return None
 

@@ -8,26 +8,66 @@ writes position c into place c·W + w, once, and nothing moves when hypotheses c
 sees at a position is an index, `Cache.ancestors`, and a mask made of it: every hypothesis meets all keys of its row in
 one product, and those that are not its own count nothing. That is W times the multiplications of attention, a small
 part of a step, and not one copy, where reordering copies the whole cache at every step.
+
+They lie in float32 or bfloat16, or in eight bits an entry with a float32 scale for each vector: each is rounded when it
+is written, and then never again. Attention multiplies what lies there, and scales scores and weights instead of keys
+and values, so that no cache in floats is made of it.
+
+Every array of the self-attention, scales too, has its positions on axis 2, and zeros there are empty places.
 """
 
 import dataclasses
 import typing
+from typing import Literal
 
 import flax.struct
 import jax
 import jax.numpy as jnp
 
-from tfm.axes import Array, Float, Int
+from tfm.axes import Array, Float, Int, Int8
 from tfm.config import ModelConfig
+from tfm.nn.products import quantize
+
+CacheDtype = Literal["float32", "bfloat16", "int8"]
+"""What keys and values lie in between steps."""
 
 
 @typing.no_type_check  # pytrees are also built from shapes, specs and other non-arrays
 @flax.struct.dataclass
+class Int8Vectors:
+    """Keys or values in eight bits an entry: entry h of a vector is values[h] · its scale, which is max |vector| / 127.
+
+    A scale for each row, head and position: what is written does not touch what was written before.
+    """
+
+    values: Int8[Array, "B K M H"]
+    scales: Float[Array, "B K M 1"]
+
+
+@typing.no_type_check
+@flax.struct.dataclass
 class KeysValues:
     """The keys and values of one attention, rotated already where positions are rotary."""
 
-    keys: Float[Array, "B K M H"]
-    values: Float[Array, "B K M H"]
+    keys: Float[Array, "B K M H"] | Int8Vectors
+    values: Float[Array, "B K M H"] | Int8Vectors
+
+    @property
+    def length(self) -> int:
+        """M: how many keys there are."""
+        return jax.tree.leaves(self.keys)[0].shape[2]
+
+    def stored(self, dtype: CacheDtype) -> "KeysValues":
+        """Floats, as a cache of that dtype holds them."""
+
+        def store(x: Array | Int8Vectors) -> Array | Int8Vectors:
+            assert not isinstance(x, Int8Vectors)
+            if dtype != "int8":
+                return x.astype(dtype)
+            values, scales = quantize(x)
+            return Int8Vectors(values, scales[..., None])
+
+        return KeysValues(store(self.keys), store(self.values))
 
 
 @typing.no_type_check
@@ -63,15 +103,23 @@ class Cache:
     @property
     def capacity(self) -> int:
         """C: the most tokens a row can hold; in a decoder-only model its source is among them."""
-        return self.layers[0].self_attention.keys.shape[2] // self.width
+        return self.layers[0].self_attention.length // self.width
 
 
-def init_keys_values(config: ModelConfig, *, batch: int, length: int, dtype: str) -> KeysValues:
+def init_keys_values(config: ModelConfig, *, batch: int, length: int, dtype: CacheDtype) -> KeysValues:
     shape = (batch, config.kv_heads, length, config.head_size)
-    return KeysValues(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
+
+    def zeros() -> Array | Int8Vectors:
+        if dtype == "int8":
+            return Int8Vectors(jnp.zeros(shape, jnp.int8), jnp.zeros((*shape[:3], 1), jnp.float32))
+        return jnp.zeros(shape, dtype)
+
+    return KeysValues(zeros(), zeros())
 
 
-def init_cache(config: ModelConfig, *, batch: int, source_length: int, capacity: int, dtype: str = "float32") -> Cache:
+def init_cache(
+    config: ModelConfig, *, batch: int, source_length: int, capacity: int, dtype: CacheDtype = "float32"
+) -> Cache:
     """An empty cache for `capacity` target tokens a row, as `prefill` fills it.
 
     Args:
@@ -83,7 +131,11 @@ def init_cache(config: ModelConfig, *, batch: int, source_length: int, capacity:
 
     Returns:
         Zeros; all lengths are 0, those of the sources too, so a decode step sees no source.
+
+    Raises:
+        ValueError: a dtype that no cache has.
     """
+    check_cache_dtype(dtype)
     has_source = config.architecture == "encoder-decoder"
     length = capacity if has_source else source_length + capacity
     layers = tuple(
@@ -96,6 +148,12 @@ def init_cache(config: ModelConfig, *, batch: int, source_length: int, capacity:
     return Cache(layers, jnp.zeros(batch, jnp.int32), jnp.zeros(batch, jnp.int32))
 
 
+def check_cache_dtype(dtype: str) -> None:
+    """Raises ValueError for a dtype that no cache has."""
+    if dtype not in typing.get_args(CacheDtype):
+        raise ValueError(f"expected a cache in 'float32', 'bfloat16' or 'int8', got {dtype!r}")
+
+
 def cache_bytes(
     config: ModelConfig,
     *,
@@ -103,11 +161,12 @@ def cache_bytes(
     source_length: int,
     capacity: int,
     beams: int = 1,
-    dtype: str = "float32",
+    dtype: CacheDtype = "float32",
 ) -> int:
     """Bytes of a cache, said before anything is allocated: 2 · (B·W·C + B·S) · K · H · L · itemsize, and the integers.
 
-    Integers are the lengths and, of more than one beam, `Cache.ancestors`.
+    Integers are the lengths and, of more than one beam, `Cache.ancestors`. In int8, whose vectors have a float32 scale
+    each, H + 4 bytes stand for H · itemsize.
 
     C is the capacity in target tokens, as for `prefill`. All W beams of a row share its source; in a decoder-only
     model each has its own, B·W·(C + S) positions. With K = N that is the textbook's
@@ -119,18 +178,25 @@ def cache_bytes(
         source_length: S, what sources are padded to.
         capacity: C.
         beams: W.
-        dtype: of keys and values: `tfm.nn.layers.stream_dtype` of the model's dtype, which on a CPU is float32.
+        dtype: of keys and values: the model's `cache_dtype`, which without another word is
+            `tfm.nn.layers.stream_dtype` of the model's dtype, and on a CPU float32.
+
+    Raises:
+        ValueError: a dtype that no cache has.
     """
+    check_cache_dtype(dtype)
     sources = batch if config.architecture == "encoder-decoder" else batch * beams
     positions = batch * beams * capacity + sources * source_length
-    keys_values = 2 * positions * config.kv_heads * config.head_size * config.decoder_layers
+    vectors = 2 * positions * config.kv_heads * config.decoder_layers
+    scale_bytes = jnp.dtype("float32").itemsize if dtype == "int8" else 0
+    vector_bytes = config.head_size * jnp.dtype(dtype).itemsize + scale_bytes
     length = capacity if config.architecture == "encoder-decoder" else capacity + source_length
     integers = 2 * batch + (batch * beams * length if beams > 1 else 0)
-    return keys_values * jnp.dtype(dtype).itemsize + integers * jnp.dtype(jnp.int32).itemsize
+    return vectors * vector_bytes + integers * jnp.dtype(jnp.int32).itemsize
 
 
 def write(cache: KeysValues, new: KeysValues, starts: Int[Array, "B"]) -> KeysValues:
-    """Writes T new positions into each row, from that row's start on.
+    """Writes T new positions, in floats, into each row, from that row's start on, and in the cache's own dtype.
 
     One `dynamic_update_slice` a row: in place where the old cache is donated or carried by a loop, and, unlike a
     scatter, local under sharding by rows. JAX clamps a slice that would not fit, which would overwrite older
@@ -145,9 +211,12 @@ def write(cache: KeysValues, new: KeysValues, starts: Int[Array, "B"]) -> KeysVa
 
     def write_row(row: Array, new_row: Array, start: Array) -> Array:
         zero = jnp.zeros_like(start)  # all indices must have one dtype, which that of a 0 is not in 64-bit mode
-        return jax.lax.dynamic_update_slice(row, new_row.astype(row.dtype), (zero, start, zero))
+        return jax.lax.dynamic_update_slice(row, new_row, (zero, start, zero))
 
-    return jax.tree.map(lambda old, added: jax.vmap(write_row)(old, added, starts), cache, new)
+    dtype = "int8" if isinstance(cache.keys, Int8Vectors) else cache.keys.dtype.name
+    return jax.tree.map(
+        lambda old, added: jax.vmap(write_row)(old, added, starts), cache, new.stored(typing.cast(CacheDtype, dtype))
+    )
 
 
 def widen(cache: Cache, width: int) -> Cache:

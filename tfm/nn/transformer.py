@@ -6,8 +6,10 @@ cache in and gets it back with its own tokens added. So what is learned and what
 """
 
 import math
+import typing
 
 import flax.linen as nn
+import jax
 import jax.numpy as jnp
 
 from tfm.axes import Array, Float, Int
@@ -16,7 +18,7 @@ from tfm.nn import cache as caches
 from tfm.nn import layers, positions
 from tfm.nn.attention import Kernel, check_kernel
 from tfm.nn.blocks import DecoderLayer, EncoderLayer
-from tfm.nn.cache import Cache, KeysValues, LayerCache
+from tfm.nn.cache import Cache, CacheDtype, KeysValues, LayerCache
 from tfm.nn.masks import Visible, ancestor_mask
 
 
@@ -166,6 +168,7 @@ class Transformer(nn.Module):
     config: ModelConfig
     dtype: layers.Dtype = "float32"
     kernel: Kernel = "auto"
+    cache_dtype: CacheDtype = "float32"
 
     def setup_shared(self, *, max_length: int, has_source: bool) -> None:
         config = self.config
@@ -209,13 +212,16 @@ class Transformer(nn.Module):
         source_lengths: Int[Array, "B"],
         capacity: int,
     ) -> Cache:
-        """The prompt's keys and values at the front of an empty cache."""
+        """The prompt's keys and values at the front of an empty cache, all of them rounded to the cache's dtype."""
 
-        def widen(x: Array) -> Array:
+        def lengthen(x: Array) -> Array:
             return jnp.pad(x, ((0, 0), (0, 0), (0, capacity - x.shape[2]), (0, 0)))
 
         layer_caches = tuple(
-            LayerCache(KeysValues(widen(seen.keys), widen(seen.values)), source)
+            LayerCache(
+                self_attention=jax.tree.map(lengthen, seen.stored(self.cache_dtype)),
+                cross_attention=None if source is None else source.stored(self.cache_dtype),
+            )
             for seen, source in zip(prompt_seen, sources, strict=True)
         )
         return Cache(layer_caches, lengths, source_lengths)
@@ -356,20 +362,28 @@ def join(source: Int[Array, "B S"], source_lengths: Int[Array, "B"], target: Int
 Model = EncoderDecoder | DecoderOnly
 
 
-def build_model(config: ModelConfig, *, dtype: str = "auto", attention_kernel: Kernel = "auto") -> Model:
+def build_model(
+    config: ModelConfig, *, dtype: str = "auto", attention_kernel: Kernel = "auto", cache_dtype: str = "auto"
+) -> Model:
     """The model that the config describes.
 
     Args:
         config: what it computes.
         dtype: of the operands of large products: "float32", "bfloat16", or "auto" for the fastest here.
         attention_kernel: see `tfm.nn.attention`.
+        cache_dtype: what keys and values lie in between decode steps, of the target and of the source alike:
+            "float32", "bfloat16", "int8" (see `tfm.nn.cache`), or "auto" for what the model computes them in, so that
+            the cache rounds nothing. `prefill`'s own logits come from keys and values that are not rounded yet.
 
     Raises:
         ValueError: a dtype or kernel that there is not.
     """
     check_kernel(attention_kernel)
+    compute_dtype = layers.compute_dtype(dtype)
+    cache_dtype = layers.stream_dtype(compute_dtype) if cache_dtype == "auto" else cache_dtype
+    caches.check_cache_dtype(cache_dtype)
     kind = EncoderDecoder if config.architecture == "encoder-decoder" else DecoderOnly
-    return kind(config, layers.compute_dtype(dtype), attention_kernel)
+    return kind(config, compute_dtype, attention_kernel, typing.cast(CacheDtype, cache_dtype))
 
 
 def _check_length(what: str, length: int, most: int, least: int = 0) -> None:
