@@ -73,17 +73,16 @@ def run(config, way, prompted):
     return made
 
 
-@pytest.mark.parametrize("prompted", [False, True])
 @pytest.mark.parametrize("way", WAYS)
 @both_architectures
-def test_growing_changes_nothing(config, way, prompted, monkeypatch):
+def test_growing_changes_nothing(config, way, monkeypatch):
+    prompted = way not in ("samples", "beam")
     whole = run(config, WAYS[way], prompted)
     monkeypatch.setattr(growing, "FIRST_CAPACITY", 4)
     monkeypatch.setattr(growing, "GROWTH", 2)
     assert len(growing.growing_capacities(23, 1)) == 3
-    jax.clear_caches()  # the compiled programs know nothing of the change
-    grown = run(config, WAYS[way], prompted)
-    jax.clear_caches()
+    # what is compiled already knows nothing of the change: another model, which differs in nothing that matters here
+    grown = run(config.replace(max_target_length=config.max_target_length + 1), WAYS[way], prompted)
     for name in ("tokens", "lengths", "finished", "unmet"):
         assert_same_bits(getattr(grown, name), getattr(whole, name))
     for name in ("scores", "token_log_probs"):

@@ -20,6 +20,11 @@ from train.streaming import LINES_AT_ONCE
 # --- generate
 
 
+@pytest.fixture(autouse=True)
+def _compile_fast(compile_fast):
+    pass
+
+
 def test_answers_come_a_line_for_a_line_in_order(trained, capsys, tmp_path):
     run = trained / "run"
     words = ["abc", "fedcba", "", "aa", "  ", "cafe", "bad"] * 15

@@ -13,6 +13,11 @@ from train import arguments
 from train.cli import main
 
 
+@pytest.fixture(autouse=True)
+def _compile_fast(compile_fast):
+    pass
+
+
 def test_the_words_for_settings_are_those_of_the_library():
     """Which the file of arguments repeats, to need no JAX."""
     for named, literal in (
