@@ -84,13 +84,13 @@ def measure(
         for setting in settings:
             say(f"{arch}: {setting}")
             seconds: dict[Contestant, list[tuple[float, float]]] = {contestant: [] for contestant in contestants}
-            for worker in workers.values():
-                worker.ask("warm_up", **setting.to_dict())
+            warm = {contestant: worker.ask("warm_up", **setting.to_dict()) for contestant, worker in workers.items()}
             for _, (contestant, worker) in itertools.product(range(rounds), workers.items()):
                 made = worker.ask("run", **setting.to_dict())
                 seconds[contestant].append((made["seconds"], made["first_seconds"]))
             for contestant, worker in workers.items():
-                yield decoding_record(arch, setting, contestant, worker, seconds[contestant])
+                record = decoding_record(arch, setting, contestant, worker, seconds[contestant])
+                yield record | warm[contestant]
             yield from ratio_records(arch, setting, seconds)
 
 

@@ -11,7 +11,7 @@ import pytest
 from jax.extend.core import ClosedJaxpr, Jaxpr
 from tiny_models import compiled_fast, random_params, tiny_config
 
-from benchmarks import check_accelerator, checks, decode, decoding, machine, train, train_tfm, worker
+from benchmarks import check_accelerator, checks, decode, decoding, machine, start, train, train_tfm, worker
 from benchmarks.cases import CASES, TrainingCase, random_pairs
 from benchmarks.checks import AttentionCase
 from benchmarks.flops import decode_step_cost, peak_flops, train_step_flops
@@ -245,7 +245,21 @@ def test_decoding_prints_a_record_for_each_library_and_setting(monkeypatch, caps
             assert record["tokens_per_second"] > 0
             assert record["floor_milliseconds"] > 0
             assert record["peak_memory_bytes"] > 0
+            assert record["compilations"] > 0
     assert {record["beams"] for record in records[1:]} == {1, 2}
+
+
+@pytest.mark.slow
+def test_the_start_of_an_answer_is_measured(monkeypatch, capsys):
+    monkeypatch.setattr(start, "limit_threads", lambda threads: None)
+    monkeypatch.setattr(start, "LONG", 128)
+    assert start.main(["--arch", "tiny", "--rows", "2", "--rounds", "1"]) == 0
+    _, greedy, beams, started = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert (greedy["beams"], beams["beams"], greedy["max_tokens"]) == (1, 4, [64, 128])
+    for record in (greedy, beams):
+        short, long = record["milliseconds"]
+        assert record["ratio"] == pytest.approx(long / short, rel=0.05)
+    assert min(started["first_seconds"], *started["later_seconds_by_round"]) > 0
 
 
 @pytest.mark.parametrize(

@@ -368,7 +368,8 @@ class TextModel:
                 accepts.
             max_tokens: the most that a request will ask for; None: requests leave it to the default, or ask for less.
             sampler: of the kind that will be used; its numbers do not matter.
-            constraints: with the kinds of rules that will be used, and as many and as long phrases. No prefixes.
+            constraints: with the kinds of rules that will be used, and as many and as long phrases. No prefixes, and
+                not what `stream`, `score` and `align` run: the first of them compiles that.
 
         Returns:
             The number of shapes that are now compiled.
