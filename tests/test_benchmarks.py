@@ -233,7 +233,7 @@ def test_one_run_prints_its_records(monkeypatch, capsys):
 def test_decoding_prints_a_record_for_each_library_and_setting(monkeypatch, capsys):
     monkeypatch.setattr(decode, "available_cores", lambda: 1)
     monkeypatch.setattr(decode, "limit_threads", lambda threads: None)
-    arguments = ["--arch", "tiny", "--rows", "2", "--source", "5", "--new", "3", "--beams", "1", "2", "--rounds", "2"]
+    arguments = ["--arch", "tiny", "--rows", "2", "--source", "5", "--new", "3", "--beams", "1", "2", "--rounds", "1"]
     arguments += ["--dtype", "float32", "int8"]
     assert decode.main(arguments) == 0
     records = [json.loads(line) for line in capsys.readouterr().out.splitlines()]

