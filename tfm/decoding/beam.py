@@ -129,7 +129,10 @@ def _column(value: Array | float, most: int) -> Float[Array, "_ 1"]:
 @typing.no_type_check
 @flax.struct.dataclass
 class NBest:
-    """The best hypotheses of each row, best first. Where a row has fewer, those that are missing have score -inf."""
+    """The best hypotheses of each row, best first. Where a row has fewer, those that are missing have score -inf.
+
+    Samples are hypotheses, too, whose score is their log P.
+    """
 
     tokens: Int[Array, "B R T"]
     """The new ids, the end token included where one came; the padding id behind."""
