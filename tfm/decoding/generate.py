@@ -40,8 +40,9 @@ def generate(
 ) -> Generation:
     """Continues every row until it ends or has its `max_tokens`; stops when all rows have.
 
-    The cache begins with room for few tokens and grows while it is needed: see `tfm.decoding.growing`. Compiles once for each model, kind of sampler, set of constraints, capacity and set of array shapes. All else is
-    traced and compiles nothing when it changes: parameters, lengths, `max_tokens`, the sampler's numbers, the key, the
+    The cache begins with room for few tokens and grows while it is needed: see `tfm.decoding.growing`. Compiles once
+    for each model, kind of sampler, set of constraints, capacity and set of array shapes. All else is traced and
+    compiles nothing when it changes: parameters, lengths, `max_tokens`, the sampler's numbers, the key, the
     constraints' numbers and ids.
 
     Args:
