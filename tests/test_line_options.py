@@ -39,6 +39,7 @@ def test_samples_are_as_many_lines_as_asked_for_and_mbr_chooses_among_them(train
     assert chosen[0]["text"] in drawn[:6]
     assert 0 <= chosen[0]["utility"] <= 100
     assert chosen[0]["score"] == pytest.approx(sum(chosen[0]["token_scores"]), abs=1e-4)
+    assert chosen[0]["search_score"] == chosen[0]["score"]
     assert chosen[0]["ending"] == ("end" if chosen[0]["finished"] else "limit")
 
 

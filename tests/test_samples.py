@@ -92,8 +92,8 @@ def test_what_varies_compiles_nothing(config):
 @pytest.mark.parametrize(
     ("search", "message"),
     [
-        (Samples(0), "expected a whole number of at least 1 as number of samples, got 0"),
-        (Samples(True), "expected a whole number of at least 1 as number of samples, got True"),
+        (Samples(0), "expected a whole number of at least 1 as num_samples, got 0"),
+        (Samples(True), "expected a whole number of at least 1 as num_samples, got True"),
         (Samples(2, num_best=3), "expected num_best from 1 to the 2 samples, got 3"),
         (Samples(2, Sampling(top_p=0.0)), "expected top_p more than 0"),
         (Samples(2, Greedy()), r"expected Sampling\(…\) as sampler of samples, got Greedy"),

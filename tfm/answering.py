@@ -18,6 +18,7 @@ from tfm.config import ModelConfig
 from tfm.decoding.constraints import Constraints
 from tfm.decoding.mbr import MinimumBayesRisk, rank_by_utility
 from tfm.decoding.requests import Decoding, Made, generate_rows, stream_rows, traceable, width_of
+from tfm.decoding.sampling import Greedy, Sampling
 from tfm.nn.params import Params
 from tfm.nn.transformer import Model
 from tfm.pairs import check_lengths, check_texts
@@ -35,14 +36,17 @@ class Answer:
 
     text: str
     score: float
-    """Sum of the log-probabilities, natural, of all tokens generated, the end token included and a prefix not; the
-    model's own, whatever constraints made of them."""
+    """log P: the sum of the natural log-probabilities of all tokens generated, the end token included and a prefix not;
+    the model's own, whatever constraints made of them."""
     tokens: list[int]
     """The ids of `text`, a prefix included, without the end token."""
     finished: bool
-    """True where the model ended by itself, False where the limit of tokens cut it off."""
+    """True where the end token came, also where constraints forced it (see `ending`); False where the limit of tokens
+    cut the answer off."""
     token_scores: list[float] = dataclasses.field(default_factory=list)
     """The log-probabilities that `score` is the sum of: of each token after the prefix, the end token included."""
+    search_score: float | None = None
+    """What a search ranks answers by: of beam search log P / lp + β · cp, of samples `score`; None without a search."""
     ending: Ending = "end"
     """What ended it: the end token, the limit of tokens, or constraints that left no token to go on with, so that the
     end token came and some of them are not met. Of a partial answer, `limit` says that it goes on."""
@@ -181,7 +185,8 @@ class Engine:
     def run(self, asked: Asked, batch: Batch) -> list[list[Answer]]:
         """Answers one batch: the answers to each of its texts, the best first."""
         made = generate_rows(*self._rows(asked, batch), capacity=batch.shape.capacity)
-        answers = self._read(made, [asked.prompts[i] for i in batch.indices])
+        is_search = not isinstance(asked.sampler, Greedy | Sampling)
+        answers = self._read(made, [asked.prompts[i] for i in batch.indices], is_search=is_search)
         if isinstance(asked.sampler, MinimumBayesRisk):
             return [_least_risk(asked.sampler, found) for found in answers]
         return answers
@@ -226,7 +231,9 @@ class Engine:
             self.model, self.params, padded, lengths, prompt, prompt_lengths, limits, seeds, places, sampler, rules,
         )  # fmt: skip
 
-    def _read(self, made: Made, prompts: list[list[int]], partial_limit: int | None = None) -> list[list[Answer]]:
+    def _read(
+        self, made: Made, prompts: list[list[int]], *, is_search: bool = False, partial_limit: int | None = None
+    ) -> list[list[Answer]]:
         """The answers to each text. Of an answer that goes on, a character of which bytes are missing is left out."""
         made = jax.device_get(made)
         answers: list[list[Answer]] = [[] for _ in prompts]
@@ -241,8 +248,8 @@ class Engine:
                     text = text.rstrip("\N{REPLACEMENT CHARACTER}")
                 token_scores = made.token_log_probs[row, i, : made.lengths[row, i]].tolist()
                 ending: Ending = "stuck" if made.unmet[row, i] else "end" if finished else "limit"
-                score = float(made.log_probs[row, i])
-                found.append(Answer(text, score, tokens, finished, token_scores, ending))
+                score, rank = float(made.log_probs[row, i]), float(made.scores[row, i]) if is_search else None
+                found.append(Answer(text, score, tokens, finished, token_scores, rank, ending))
         return answers
 
 

@@ -45,7 +45,7 @@ class Alignment:
     target_words: list[str]
     """The same of the answer."""
     weights: Float[np.ndarray, "T S"]
-    """From each target token to the source tokens, averaged over heads and layers."""
+    """From each target token to the source tokens, averaged over heads, and over layers unless one was chosen."""
     pairs: list[tuple[int, int]]
     """(source word, target word), counted from 0; see `tfm.decoding.alignment.word_alignment`."""
 

@@ -188,11 +188,11 @@ class TextModel:
 
         Args:
             texts: any number of texts. An empty text is a source of nothing but the end token.
-            max_tokens: the most tokens of an answer, end token included. None: 2·S + 32, S being the padded source,
-                or the model's limit where that is less.
+            max_tokens: the most tokens of an answer, end token included, at least 1. None: 2·S + 32, S being the padded
+                source, or the model's limit where that is less.
             sampler: picks the tokens; or a search among several answers, of which the best is taken.
-            seed: for what is drawn. One for all: each text's own random key comes from it and the text's place in
-                `texts`. Or one for each: then its key comes from that alone, whatever texts are beside it.
+            seed: for what is drawn, from 0 to 2**32 - 1. One for all: each text's own random key comes from it and the
+                text's place in `texts`. Or one for each: then its key comes from that alone, whatever is beside it.
             constraints: what may and must come, for all texts or for each its own. What they change compiles nothing,
                 but which kinds of rules there are, and how many phrases and how long, to the next power of two.
             prefixes: what each answer begins with, of which `max_tokens` counts nothing; "" for nothing. A prefix and

@@ -124,7 +124,8 @@ def _line(
         }
         shown = nothing if answer is None else dataclasses.asdict(answer)
         aligned: dict[str, Any] = {} if pairs is None else {"alignment": pairs}
-        aligned |= {} if answer is None or answer.utility is None else {"utility": answer.utility}
+        of_search = {} if answer is None else {"search_score": answer.search_score, "utility": answer.utility}
+        aligned |= {name: value for name, value in of_search.items() if value is not None}
         shown = {key: shown[key] for key in ("text", "score", "finished", "ending", "token_scores")}
         return json.dumps({"source": text, "rank": rank, **shown, **aligned}, ensure_ascii=False)
     if answer is None:

@@ -200,7 +200,7 @@ def beam_search(
         cover: cp of each hypothesis, the tokens counted up to the one whose logits came last. None: cp is 0.
         grow: gives the state room for so many tokens.
         rooms: the numbers of tokens that the state is given room for, one after another; the first is what it has, the
-            last is `max_tokens`. None: it has room for all.
+            last is `max_tokens`. None given: it has room for all.
         limits: the most tokens of each row, at most `max_tokens`. A row with 0 has one empty hypothesis.
         max_tokens: T of the result.
         end_id: ends a hypothesis.

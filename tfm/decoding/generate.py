@@ -51,10 +51,10 @@ def generate(
         source: ids, padded on the right.
         max_tokens: the most new tokens, for all rows or for each; a row with 0 ends at once, so padding rows cost
             nothing more.
-        source_lengths: real tokens of each source; None: all are real.
+        source_lengths: real tokens of each source; None: all are real, padding too.
         prompt: the decoder's first tokens, starting with the start token, padded on the right; None: the start token.
         prompt_lengths: real tokens of each prompt, at least 1; None: all are real.
-        sampler: picks the tokens.
+        sampler: `Greedy()` or `Sampling(…)`, or made from one of them: picks the tokens.
         key: for a sampler that draws: one key, from which each row gets its own by its index, or one key a row.
         constraints: what may and must come; the sampler picks among what they leave.
         capacity: the most target tokens that the cache can hold, prompt included; a row's last token is never read,
@@ -83,7 +83,11 @@ def as_traced(sampler: Sampler, key: KeyArray | None, batch: int) -> Sampler:
     Raises:
         ValueError: a number out of its range, or it draws and there is no key.
     """
-    if not isinstance(sampler, Sampling):
+    if not isinstance(sampler, Greedy | Sampling):
+        raise ValueError(
+            f"expected Greedy() or Sampling(…) as sampler, got {sampler!r}; a search is for generate_n_best"
+        )
+    if isinstance(sampler, Greedy):
         return sampler
     if key is None:
         raise ValueError("expected a key for a sampler that draws, got none")
@@ -140,7 +144,7 @@ def generate_n_best(
         return _search(model, params, arguments, search.as_arrays(), capacity=capacity)
     search.check()
     sampler = as_traced(search.sampler, key, batch)
-    number, num_best = search.number, search.number if search.num_best is None else search.num_best
+    number, num_best = search.num_samples, search.num_samples if search.num_best is None else search.num_best
     keys = row_keys(key, batch)
     return _sample(model, params, arguments, sampler, keys, number=number, num_best=num_best, capacity=capacity)
 

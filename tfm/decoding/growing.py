@@ -2,7 +2,8 @@
 
 A step reads its whole cache, real tokens and free places alike. So a loop that may run for a thousand tokens would have
 its first step wait for a thousand places. Here loops follow each other in one compiled program, each with four times
-the room of the one before, and between two of them the state grows once, if anything goes on.
+the room of the one before, the last with up to eight, and between two of them the state grows once, if anything goes
+on.
 """
 
 import typing
@@ -14,7 +15,8 @@ from tfm.axes import Array
 
 FIRST_CAPACITY = 64
 GROWTH = 4
-"""A step's cache is at most so many times as large as it need be; less would be more loops to compile."""
+"""How many times the room of one loop the next one has; the last has less than twice as many. Smaller steps would be
+more loops to compile."""
 
 Loop = typing.TypeVar("Loop")
 Result = typing.TypeVar("Result")

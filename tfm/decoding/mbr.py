@@ -25,7 +25,6 @@ import numpy as np
 
 from tfm.axes import Float
 from tfm.decoding.sampling import Samples, Sampling
-from tfm.text_metrics import pairwise_scores
 
 Utility = Literal["chrf", "bleu"]
 """chrF2 (Popović 2015) or smoothed BLEU of single texts, in percent: see `tfm.text_metrics.pairwise_scores`."""
@@ -142,6 +141,8 @@ def _means(texts: Sequence[str], utility: Utility | UtilityFunction) -> dict[str
 def _table(texts: Sequence[str], utility: Utility | UtilityFunction) -> Float[np.ndarray, "R R"]:
     """The utility of each text (row) if each (column) is right."""
     if isinstance(utility, str):
+        from tfm.text_metrics import pairwise_scores  # with libraries that nothing else of generation needs
+
         return pairwise_scores(utility, texts)
     table = np.zeros((len(texts), len(texts)))
     for i, hypothesis in enumerate(texts):

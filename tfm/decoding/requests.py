@@ -30,6 +30,8 @@ class Made(NamedTuple):
     token_log_probs: Float[Array, "B R T"]
     lengths: Int[Array, "B R"]
     log_probs: Float[Array, "B R"]
+    scores: Float[Array, "B R"]
+    """What ranks them."""
     finished: Bool[Array, "B R"]
     unmet: Bool[Array, "B R"]
 
@@ -65,7 +67,9 @@ def generate_rows(
     )
     if isinstance(sampler, BeamSearch | Samples):
         best = generate_n_best(model, params, source, search=sampler, **inputs)
-        return Made(best.tokens, best.token_log_probs, best.lengths, best.log_probs, best.finished, best.unmet)
+        return Made(
+            best.tokens, best.token_log_probs, best.lengths, best.log_probs, best.scores, best.finished, best.unmet
+        )
     return _one_a_row(generate(model, params, source, sampler=sampler, **inputs))
 
 
@@ -108,7 +112,7 @@ def _keys(seeds: Array, places: Int[Array, "B"]) -> KeyArray:
 
 
 def _one_a_row(made: Generation) -> Made:
-    fields = (made.tokens, made.token_log_probs, made.lengths, made.scores, made.finished, made.unmet)
+    fields = (made.tokens, made.token_log_probs, made.lengths, made.scores, made.scores, made.finished, made.unmet)
     return Made(*(x[:, None] for x in fields))
 
 
@@ -117,12 +121,16 @@ def width_of(sampler: Decoding) -> int:
     if isinstance(sampler, MinimumBayesRisk):
         return sampler.num_samples
     if isinstance(sampler, Samples):
-        return sampler.number
+        return sampler.num_samples
     return sampler.width if isinstance(sampler, BeamSearch) else 1
 
 
 def traceable(sampler: Decoding, vocab_size: int) -> Decoding:
-    """The checked sampler, each number as an array of one dtype: to jit, 1 and 1.0 are two kinds of argument."""
+    """The checked sampler, each number as an array of one dtype: to jit, 1 and 1.0 are two kinds of argument.
+
+    Raises:
+        ValueError: a setting out of its range, or not one number for all texts.
+    """
     if isinstance(sampler, Greedy):
         return sampler
     if not isinstance(sampler, Sampling | Samples | BeamSearch | MinimumBayesRisk):

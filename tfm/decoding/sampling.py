@@ -36,13 +36,14 @@ class Sampling:
     """
 
     temperature: Float[Array, "*B"] | float = 1.0
-    """Divides the logits; below 1 sharpens. 0 is the likeliest token."""
+    """At least 0. Divides the logits; below 1 sharpens. 0 is the likeliest token."""
     top_k: Int[Array, "*B"] | int = 0
     """Keeps the k likeliest tokens (Fan et al. 2018); 0 keeps all."""
     top_p: Float[Array, "*B"] | float = 1.0
-    """Keeps the fewest likeliest tokens that have at least this probability together (Holtzman et al. 2020)."""
+    """More than 0, at most 1. Keeps the fewest likeliest tokens that have at least this probability together (Holtzman
+    et al. 2020)."""
     min_p: Float[Array, "*B"] | float = 0.0
-    """Keeps tokens at least this fraction as likely as the likeliest (Nguyen et al. 2024)."""
+    """From 0 to 1. Keeps tokens at least this fraction as likely as the likeliest (Nguyen et al. 2024)."""
 
     def check(self) -> None:
         """Raises ValueError for a number out of its range; numbers that are only known later cannot be checked."""
@@ -120,7 +121,7 @@ class Samples:
     estimate of how likely it is.
     """
 
-    number: int = flax.struct.field(pytree_node=False, default=4)
+    num_samples: int = flax.struct.field(pytree_node=False, default=4)
     """R: how many are drawn."""
     sampler: Sampling = Sampling()
     num_best: int | None = flax.struct.field(pytree_node=False, default=None)
@@ -128,11 +129,12 @@ class Samples:
 
     def check(self) -> None:
         """Raises ValueError for a setting out of its range."""
-        if isinstance(self.number, bool) or not isinstance(self.number, int) or self.number < 1:
-            raise ValueError(f"expected a whole number of at least 1 as number of samples, got {self.number!r}")
-        best = self.number if self.num_best is None else self.num_best
-        if isinstance(best, bool) or not isinstance(best, int) or not 1 <= best <= self.number:
-            raise ValueError(f"expected num_best from 1 to the {self.number} samples, got {self.num_best!r}")
+        number = self.num_samples
+        if isinstance(number, bool) or not isinstance(number, int) or number < 1:
+            raise ValueError(f"expected a whole number of at least 1 as num_samples, got {number!r}")
+        best = number if self.num_best is None else self.num_best
+        if isinstance(best, bool) or not isinstance(best, int) or not 1 <= best <= number:
+            raise ValueError(f"expected num_best from 1 to the {number} samples, got {self.num_best!r}")
         if not isinstance(self.sampler, Sampling):
             raise ValueError(f"expected Sampling(…) as sampler of samples, got {self.sampler!r}")
         self.sampler.check()

@@ -46,7 +46,7 @@ def stream(
         source_lengths: real tokens of each source.
         prompt: the decoder's first tokens.
         prompt_lengths: real tokens of each prompt.
-        sampler: picks the tokens.
+        sampler: `Greedy()` or `Sampling(…)`: picks the tokens.
         key: for a sampler that draws.
         constraints: what may and must come.
         capacity: the most target tokens that the cache can hold.

@@ -1,4 +1,4 @@
-"""The key/value cache: an immutable pytree that `prefill` makes, `decode_step` returns anew, and nothing else changes.
+"""The key/value cache: an immutable pytree. `prefill` makes it; decode steps, `reorder`, `widen`, `grow` make another.
 
 Keys and values lie [B, K, C, H], heads before positions: scores and weighted sums then read each head's block as it
 lies, where [B, C, K, H] would be transposed, whole, at every step.
@@ -248,7 +248,7 @@ def widen(cache: Cache, width: int) -> Cache:
 
 
 def grow(cache: Cache, capacity: int) -> Cache:
-    """The same with room for more tokens, free places behind those that there were: the one copy of a cache's life.
+    """The same with room for more tokens, free places behind those that there were: a copy, each time.
 
     Args:
         cache: as it is.
