@@ -76,3 +76,13 @@ def test_a_long_text_is_an_error_or_cut_with_a_warning(trained, capsys):
     assert err.startswith(
         "tfm: warning: 1 of 2 texts cut to 16 tokens, the model's max_source_length; the longest had 55;"
     )
+
+
+@pytest.mark.parametrize("way", [[], ["--stream"]], ids=["whole", "stream"])
+def test_a_line_without_room_is_named_after_those_before_it(trained, capsys, way):
+    texts = ["abc", "", "fedcba", "a", "bad"]
+    rules = ["--min-tokens", "3", "--max-ratio", "1", *way]
+    assert main(["generate", str(trained / "run"), *texts, *rules]) == 2
+    out, err = capsys.readouterr()
+    assert err == "tfm: error: argument 4: expected room for 3 tokens (min_tokens), got a limit of 2\n"
+    assert out.splitlines() == answers(capsys, ["generate", trained / "run", *texts[:3], *rules])

@@ -2,6 +2,7 @@
 
 import concurrent.futures
 import functools
+import inspect
 import math
 import random
 import subprocess
@@ -398,7 +399,7 @@ def test_replaced_parameters_answer_for_themselves_only(model):
 WITHOUT_TRAINING = """
 import importlib.abc, sys
 import warnings; warnings.simplefilter("error")
-BLOCKED = {"orbax", "grain", "tyro", "train", "optax", "tensorboardX"}
+BLOCKED = {"orbax", "grain", "tyro", "train", "optax", "tensorboardX", "sacrebleu", "rapidfuzz", "rouge_score"}
 
 class Block(importlib.abc.MetaPathFinder):
     def find_spec(self, name, path, target=None):
@@ -511,3 +512,44 @@ def test_parts_that_do_not_belong_together():
     other = Tokenizer.train(["a"], kind="char", vocab_size=260)
     with pytest.raises(ValueError, match="source tokenizer of at most 16 entries"):
         TextModel(CONFIG, make_params(), other, TOKENIZER)
+
+
+def test_a_seed_is_any_whole_number_or_one_for_each_text(model):
+    hot = dict(sampler=Sampling(temperature=2.0), max_tokens=6)
+    for seed in (np.array(7), jnp.int32(7), np.uint8(7)):
+        assert model(["a b", "c"], seed=seed, **hot) == model(["a b", "c"], seed=7, **hot)
+    each = model(["a b", "c", "a b"], seed=np.array([3, 4, 5]), **hot)
+    assert each == model(["a b", "c", "a b"], seed=iter([3, 4, 5]), **hot)
+    assert [each[2], each[0]] == model(["a b", "a b"], seed=[5, 3], **hot)
+    refuse = inspect.unwrap(TextModel.generate)
+    for seed, words in (([1], "a seed for each of 2 texts, got 1"), ([1, -1], "as seed, got -1"), (b"ab", "got b'ab'")):
+        with pytest.raises(ValueError, match=words):
+            refuse(model, ["a b", "c"], seed=seed, **hot)
+
+
+def test_a_warmup_may_have_rules_that_short_texts_have_no_room_for(model):
+    rules = tfm.TextConstraints(min_tokens=5, max_ratio=3.0)
+    assert model.warmup(batch_sizes=[1], source_lengths=[4], max_tokens=8, constraints=rules) > 0
+    with pytest.raises(ValueError, match=r"expected room for 5 tokens \(min_tokens\) in row 0, got a limit of 3"):
+        model.generate([""], max_tokens=8, constraints=rules)
+
+
+def test_a_search_has_scores_of_its_own(model):
+    for search in (BeamSearch(width=3, num_best=3, alpha=1.0), tfm.Samples(4)):
+        found = model.generate_n_best(["a b c"], sampler=search, max_tokens=6)[0]
+        ranks = [answer.search_score for answer in found]
+        assert ranks == sorted(ranks, reverse=True)
+        for answer in found if isinstance(search, BeamSearch) else ():
+            assert answer.search_score == pytest.approx(answer.score / ((5 + len(answer.token_scores)) / 6), abs=1e-4)
+    assert model.generate(["a b c"], max_tokens=6)[0].search_score is None
+
+
+def test_a_search_is_no_sampler_of_the_functions_on_ids(model):
+    for function in (tfm.generate, tfm.stream):
+        with pytest.raises(ValueError, match=r"expected Greedy\(\) or Sampling\(…\) as sampler, got BeamSearch"):
+            inspect.unwrap(function)(model.model, model.params, np.array([[4, 2]]), max_tokens=2, sampler=BeamSearch())
+
+
+def test_a_kernel_that_cannot_read_the_cache_is_refused_when_the_model_is_made():
+    with pytest.raises(ValueError, match="expected attention kernel 'auto' or 'plain' for a cache in int8, got 'xla'"):
+        make_model(cache="int8", attention_kernel="xla")

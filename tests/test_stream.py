@@ -10,6 +10,7 @@ from compile_counter import count_compilations
 from tiny_models import random_ids, random_params, tiny_config, tiny_model
 from tolerances import assert_same_bits
 
+from tfm.answering import Answer, _so_far
 from tfm.config import preset
 from tfm.decoding.beam import BeamSearch
 from tfm.decoding.constraints import Constraints
@@ -130,6 +131,23 @@ def test_a_character_waits_for_its_bytes():
     ]
     assert half, "no state ends within a character: this test tests nothing"
     assert not any(answer.text.endswith("\N{REPLACEMENT CHARACTER}") for answer in half if not answer.finished)
+
+
+@pytest.mark.parametrize("limit", [{"max_tokens": 3}, {"constraints": TextConstraints(max_ratio=0.5)}], ids=str)
+def test_what_a_limit_cuts_off_is_cut_off_as_in_generate(limit):
+    """Half a character that stays one is shown in the end, whichever limit cut it."""
+    model, texts = text_model("bpe"), ["ab ba ab", "日本語 and عربى"]
+    *_, last = model.stream(texts, **limit)
+    whole = model.generate(texts, **limit)
+    assert [(a.text, a.tokens, a.ending) for a in last] == [(a.text, a.tokens, a.ending) for a in whole]
+    assert any(a.text.endswith("\N{REPLACEMENT CHARACTER}") for a in whole), "no limit fell within a character"
+
+
+def test_a_text_never_shrinks_while_it_is_written():
+    """Though a tokenizer may show a whole run of characters as broken while the last of them is."""
+    shown = [_so_far(Answer(text, 0.0, [], False), before).text for text, before in
+             [("a\ufffd", "a"), ("\ufffd\ufffd", "€"), ("€€", "€"), ("", "€")]]  # fmt: skip
+    assert shown == ["a", "€", "€€", "€"]
 
 
 def test_a_search_cannot_be_streamed():

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Literal, NamedTuple, SupportsIndex
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from tfm.buckets import Buckets, Shape, power_of_two
@@ -113,12 +114,15 @@ class Engine:
         sources, prompts = self.sources(texts, long_texts), self.prompts(prefixes, len(texts))
         rules = encode_constraints(constraints, len(texts), self.target_tokenizer, self.config)
         batches = list(self._batches(sources, prompts, limit, width_of(sampler)))
-        if rules is not None:
-            limits = np.zeros(len(texts), np.int32)
-            for batch in batches:
-                limits[batch.indices] = batch.limit
-            rules.check_room(limits, np.array([len(ids) for ids in sources], np.int32))
         return Asked(sources, prompts, seeds, places, sampler, rules, batches)
+
+    def check_room(self, asked: Asked) -> None:
+        """Raises NoRoomError, a ValueError, for the first text whose answer is to have more tokens than it may."""
+        if asked.rules is not None:
+            limits = np.zeros(len(asked.sources), np.int32)
+            for batch in asked.batches:
+                limits[batch.indices] = batch.limit
+            asked.rules.check_room(limits, np.array([len(ids) for ids in asked.sources], np.int32))
 
     def checked_max_tokens(self, max_tokens: SupportsIndex | None) -> int | None:
         """A limit of tokens, if there is one. Raises ValueError for one that cannot be."""
@@ -194,15 +198,27 @@ class Engine:
     def stream(self, asked: Asked) -> Iterator[list[Answer]]:
         """The answers to all texts after each token, batches side by side, until all have ended."""
         answers: list[Answer] = [Answer("", 0.0, [], finished=False, ending="limit")] * len(asked.sources)
+        limits = [self._own_limits(asked, batch) for batch in asked.batches]
         streams = [stream_rows(*self._rows(asked, batch), capacity=batch.shape.capacity) for batch in asked.batches]
         for states in itertools.zip_longest(*streams):
-            for batch, made in zip(asked.batches, states, strict=True):
+            for batch, own_limits, made in zip(asked.batches, limits, states, strict=True):
                 if made is None:  # all of its texts have their answers
                     continue
-                found = self._read(made, [asked.prompts[i] for i in batch.indices], partial_limit=batch.limit)
-                for i, (answer,) in zip(batch.indices, found, strict=True):
+                found = self._read(made, [asked.prompts[i] for i in batch.indices])
+                for i, limit, (answer,) in zip(batch.indices, own_limits, found, strict=True):
+                    if not answer.finished and len(answer.token_scores) < limit:
+                        answer = _so_far(answer, answers[i].text)
                     answers[i] = answer
             yield list(answers)
+
+    def _own_limits(self, asked: Asked, batch: Batch) -> list[int]:
+        """The most new tokens of each text of a batch, as the rules cut them."""
+        limits, indices = np.full(len(batch.indices), batch.limit, np.int32), batch.indices
+        if asked.rules is None:
+            return limits.tolist()
+        lengths = np.array([len(asked.sources[i]) for i in indices], np.int32)
+        rules = rows_of(asked.rules, indices, len(indices))
+        return np.asarray(rules.cut(jnp.asarray(limits), jnp.asarray(lengths))).tolist()
 
     def warm(self, asked: Asked, shape: Shape) -> None:
         """Compiles for a shape, by running rows of nothing."""
@@ -231,10 +247,8 @@ class Engine:
             self.model, self.params, padded, lengths, prompt, prompt_lengths, limits, seeds, places, sampler, rules,
         )  # fmt: skip
 
-    def _read(
-        self, made: Made, prompts: list[list[int]], *, is_search: bool = False, partial_limit: int | None = None
-    ) -> list[list[Answer]]:
-        """The answers to each text. Of an answer that goes on, a character of which bytes are missing is left out."""
+    def _read(self, made: Made, prompts: list[list[int]], *, is_search: bool = False) -> list[list[Answer]]:
+        """The answers to each text."""
         made = jax.device_get(made)
         answers: list[list[Answer]] = [[] for _ in prompts]
         for row, (found, prompt) in enumerate(zip(answers, prompts, strict=True)):
@@ -244,13 +258,20 @@ class Engine:
             ids = [prompt[1:] + made.tokens[row, i, : lengths[i]].tolist() for i in there]
             for i, tokens, text in zip(there, ids, self.target_tokenizer.decode_batch(ids), strict=True):
                 finished = bool(made.finished[row, i])
-                if partial_limit is not None and not finished and made.lengths[row, i] < partial_limit:
-                    text = text.rstrip("\N{REPLACEMENT CHARACTER}")
                 token_scores = made.token_log_probs[row, i, : made.lengths[row, i]].tolist()
                 ending: Ending = "stuck" if made.unmet[row, i] else "end" if finished else "limit"
                 score, rank = float(made.log_probs[row, i]), float(made.scores[row, i]) if is_search else None
                 found.append(Answer(text, score, tokens, finished, token_scores, rank, ending))
         return answers
+
+
+def _so_far(answer: Answer, before: str) -> Answer:
+    """An answer that goes on: without a character of which bytes may be missing, and never less than it was before.
+
+    Some tokenizers show several characters as broken while the last of them is.
+    """
+    text = answer.text.rstrip("\N{REPLACEMENT CHARACTER}")
+    return dataclasses.replace(answer, text=text if text.startswith(before) else before)
 
 
 def _least_risk(search: MinimumBayesRisk, samples: list[Answer]) -> list[Answer]:
@@ -260,16 +281,18 @@ def _least_risk(search: MinimumBayesRisk, samples: list[Answer]) -> list[Answer]
 
 def _seeds(seed: Any, count: int) -> tuple[np.ndarray, np.ndarray]:
     """Each text's seed and place: with one seed for all, the places tell them apart."""
-    if isinstance(seed, Iterable) and not isinstance(seed, str):
-        numbers = [_whole_number(one) for one in seed]
-        if len(numbers) != count:
-            raise ValueError(f"expected a seed for each of {count} texts, got {len(numbers)}")
-        places = np.zeros(count, np.int32)
+    number = _whole_number(seed)  # first: an array of no axes calls itself iterable
+    if number is None and isinstance(seed, Iterable) and not isinstance(seed, str | bytes):
+        given = list(seed)
+        if len(given) != count:
+            raise ValueError(f"expected a seed for each of {count} texts, got {len(given)}")
+        numbers, places = [_whole_number(one) for one in given], np.zeros(count, np.int32)
     else:
-        numbers, places = [_whole_number(seed)] * max(count, 1), np.arange(count, dtype=np.int32)
-    for number in numbers:
+        given = [seed] * max(count, 1)
+        numbers, places = [number] * len(given), np.arange(count, dtype=np.int32)
+    for number, one in zip(numbers, given, strict=True):
         if number is None or not 0 <= number <= _MAX_SEED:
-            raise ValueError(f"expected a whole number from 0 to {_MAX_SEED} as seed, got {seed!r}")
+            raise ValueError(f"expected a whole number from 0 to {_MAX_SEED} as seed, got {one!r}")
     return np.array(numbers[:count], np.uint32), places
 
 

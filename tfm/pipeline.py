@@ -247,6 +247,7 @@ class TextModel:
             prefixes=prefixes,
             long_texts=long_texts,
         )
+        self._engine.check_room(asked)
         answers: list[list[Answer]] = [[]] * len(asked.sources)
         for batch in asked.batches:
             for i, found in zip(batch.indices, self._engine.run(asked, batch), strict=True):
@@ -274,7 +275,9 @@ class TextModel:
 
         Returns:
             An iterator of the answers to all texts as they are after the first, the second, … token of each. The last
-            are those of `generate`. A text never has half a character: one whose bytes have not all come waits.
+            are those of `generate`. A text never has half a character while it goes on: one whose bytes have not all
+            come waits, and only a limit can cut it. All texts are worked on side by side, and all their caches lie in
+            memory at once: for many texts `generate` is the better way.
         """
         if isinstance(sampler, BeamSearch | Samples | MinimumBayesRisk):
             raise ValueError(f"expected Greedy() or Sampling(…) to stream, which is one answer a text, got {sampler!r}")
@@ -287,6 +290,7 @@ class TextModel:
             prefixes=prefixes,
             long_texts=long_texts,
         )
+        self._engine.check_room(asked)
         return self._engine.stream(asked)
 
     def score(self, texts: Iterable[str], answers: Iterable[str | Answer]) -> list[PairScore]:

@@ -162,6 +162,8 @@ def generate_arguments(arguments: list[str]) -> argparse.Namespace:
     _check_beams(parser, parsed)
     if parsed.alignments and parsed.table:
         parser.error("expected --alignments or --table, not both")
+    if parsed.alignments and parsed.cut:
+        parser.error("expected --alignments or --cut, not both: what is cut off has no alignment")
     if parsed.stream:
         for option in ("beams", "samples", "mbr", "n_best", "alignments"):
             if getattr(parsed, option):
@@ -271,6 +273,8 @@ def _check_drawing(parser: Parser, parsed: argparse.Namespace) -> None:
     draws = any(getattr(parsed, option) is not None for option in drawing)
     if parsed.seed is not None and not draws:
         parser.error("--seed without --temperature, --top-k, --top-p, --min-p, --samples or --mbr: nothing is drawn")
+    if parsed.seed is not None and not 0 <= parsed.seed < 2**32:
+        parser.error(f"expected --seed from 0 to {2**32 - 1}, got {parsed.seed}")
     if parsed.beams is not None and draws:
         parser.error("expected --beams or sampling options, not both")
     if parsed.samples is not None and parsed.samples < 1:

@@ -184,7 +184,8 @@ def info(arguments: argparse.Namespace) -> int:
     config = RunFolder(path).read_config() if is_run else None
     model_config = load_model(find_model(path)[0]).config if config is None else config.model
     parts = count_by_part(param_shapes(model_config))
-    size = _cache_size(model_config, arguments.batch, arguments.source_length, arguments.length, arguments.cache)
+    cache_dtype = arguments.cache or stream_dtype(compute_dtype("auto" if config is None else config.dtype))
+    size = _cache_size(model_config, arguments.batch, arguments.source_length, arguments.length, cache_dtype)
     metrics = _metrics_so_far(path / "metrics.jsonl")
     settings = {"model": model_config.to_dict()} if config is None else schema.encode(config)
     if arguments.json:
@@ -217,14 +218,13 @@ def info(arguments: argparse.Namespace) -> int:
 
 
 def _cache_size(
-    config: ModelConfig, batch: int, source_length: int | None, length: int | None, dtype: CacheDtype | None
+    config: ModelConfig, batch: int, source_length: int | None, length: int | None, dtype: CacheDtype
 ) -> dict[str, Any]:
     source_length = config.max_source_length if source_length is None else source_length
     length = config.max_target_length if length is None else length
     for name, value in (("--batch", batch), ("--source-length", source_length), ("--length", length)):
         if value < 1:
             raise ValueError(f"expected {name} of at least 1, got {value}")
-    dtype = dtype or stream_dtype(compute_dtype("auto"))
     size = cache_bytes(config, batch=batch, source_length=source_length, capacity=length, dtype=dtype)
     return {"batch": batch, "source_length": source_length, "length": length, "dtype": dtype, "bytes": size}
 

@@ -10,6 +10,7 @@ from typing import Any, Literal
 import numpy as np
 
 from tfm.answering import Answer
+from tfm.decoding.constraints import NoRoomError
 from tfm.decoding.requests import Decoding
 from tfm.decoding.sampling import Sampler
 from tfm.pairs import PairScore
@@ -97,15 +98,24 @@ def answer_lines(
     for first, lines in groups:
         texts, problem = _answerable(model, first, lines, long_texts)
         asked = [i for i, text in enumerate(texts) if text.strip()]
-        given = model.generate_n_best(
-            [texts[i] for i in asked],
-            max_tokens=max_tokens,
-            sampler=sampler,
-            seed=[_line_seed(seed, first + i) for i in asked],
-            constraints=constraints,
-            prefixes=[prefix] * len(asked) if prefix else None,
-            long_texts=long_texts,
-        )
+
+        def answer(asked: list[int], texts: list[str] = texts, first: int = first) -> list[list[Answer]]:
+            return model.generate_n_best(
+                [texts[i] for i in asked],
+                max_tokens=max_tokens,
+                sampler=sampler,
+                seed=[_line_seed(seed, first + i) for i in asked],
+                constraints=constraints,
+                prefixes=[prefix] * len(asked) if prefix else None,
+                long_texts=long_texts,
+            )
+
+        try:
+            given = answer(asked)
+        except NoRoomError as error:  # found before anything was answered
+            texts, problem = texts[: asked[error.row]], f"{first + asked[error.row]}: {error.without_row}"
+            asked = asked[: error.row]
+            given = answer(asked)
         answers = dict(zip(asked, given, strict=True))
         if broken := [i for i, (best, *_) in answers.items() if not math.isfinite(best.score)]:
             texts, problem = texts[: broken[0]], f"{first + broken[0]}: the model's answer has no finite probability"
@@ -135,10 +145,15 @@ def stream_lines(
             shown = ""
             if text.strip():
                 line_seed, prefixes = [_line_seed(seed, number)], [prefix] if prefix else None
-                for (answer,) in model.stream(
-                    [text], sampler=sampler, seed=line_seed, prefixes=prefixes, long_texts=long_texts, **options
-                ):
+                try:
+                    states = model.stream(
+                        [text], sampler=sampler, seed=line_seed, prefixes=prefixes, long_texts=long_texts, **options
+                    )
+                except NoRoomError as error:
+                    raise ValueError(f"{name} {number}: {error.without_row}") from error
+                for (answer,) in states:
                     if not math.isfinite(answer.score):
+                        yield "\n" * bool(shown)
                         raise ValueError(f"{name} {number}: the model's answer has no finite probability")
                     whole = " ".join(answer.text.split("\n"))
                     yield whole.removeprefix(shown)

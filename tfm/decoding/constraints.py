@@ -52,6 +52,15 @@ _NUMBERS: dict[str, typing.Any] = {
 }
 
 
+class NoRoomError(ValueError):
+    """A row is to have more tokens than it may."""
+
+    def __init__(self, row: int, wanted: str, given: str) -> None:
+        self.row = row
+        self.without_row = f"expected room for {wanted}, got {given}"
+        super().__init__(f"expected room for {wanted} in row {row}, got {given}")
+
+
 @typing.no_type_check  # pytrees are also built from shapes, specs and other non-arrays
 @flax.struct.dataclass
 class Constraints:
@@ -105,7 +114,7 @@ class Constraints:
         return Constraints(**fields) if fields else None
 
     def check_room(self, limits: Int[Array | np.ndarray, "B"], source_lengths: Int[Array | np.ndarray, "B"]) -> None:
-        """Raises ValueError where a row that may have tokens is to have more than it may, as far as values are known.
+        """Raises NoRoomError where a row that may have tokens is to have more than it may, as far as values are known.
 
         Args:
             limits: the most tokens of each row.
@@ -129,9 +138,7 @@ class Constraints:
             needs.append(("tokens (min_ratio)", np.ceil(ratio * lengths - _ROUNDING)))
         for what, needed in needs:
             for row in np.flatnonzero((needed > known_limits) & (known_limits > 0))[:1]:
-                raise ValueError(
-                    f"expected room for {needed[row]:.0f} {what} in row {row}, got a limit of {known_limits[row]:.0f}"
-                )
+                raise NoRoomError(int(row), f"{needed[row]:.0f} {what}", f"a limit of {known_limits[row]:.0f}")
 
     def cut(self, limits: Int[Array, "B"], source_lengths: Int[Array, "B"]) -> Int[Array, "B"]:
         """The rows' limits, cut by `max_ratio`."""

@@ -376,12 +376,14 @@ def build_model(
             the cache rounds nothing. `prefill`'s own logits come from keys and values that are not rounded yet.
 
     Raises:
-        ValueError: a dtype or kernel that there is not.
+        ValueError: a dtype or kernel that there is not, or a kernel that cannot read such a cache.
     """
     check_kernel(attention_kernel)
     compute_dtype = layers.compute_dtype(dtype)
     cache_dtype = layers.stream_dtype(compute_dtype) if cache_dtype == "auto" else cache_dtype
     caches.check_cache_dtype(cache_dtype)
+    if cache_dtype == "int8" and attention_kernel in ("xla", "cudnn"):
+        raise ValueError(f"expected attention kernel 'auto' or 'plain' for a cache in int8, got {attention_kernel!r}")
     kind = EncoderDecoder if config.architecture == "encoder-decoder" else DecoderOnly
     return kind(config, compute_dtype, attention_kernel, typing.cast(CacheDtype, cache_dtype))
 
