@@ -99,7 +99,7 @@ class Engine:
         *,
         max_tokens: SupportsIndex | None,
         sampler: Decoding,
-        seed: SupportsIndex | Sequence[SupportsIndex],
+        seed: SupportsIndex | Iterable[SupportsIndex],
         constraints: EachText | None,
         prefixes: Sequence[str] | None,
         long_texts: Literal["error", "cut"],

@@ -49,7 +49,7 @@ class Options(TypedDict, total=False):
 
     max_tokens: SupportsIndex | None
     sampler: Decoding
-    seed: SupportsIndex | Sequence[SupportsIndex]
+    seed: SupportsIndex | Iterable[SupportsIndex]
     constraints: EachText | None
     prefixes: Sequence[str] | None
     long_texts: Literal["error", "cut"]
@@ -179,7 +179,7 @@ class TextModel:
         *,
         max_tokens: SupportsIndex | None = None,
         sampler: Decoding = Greedy(),  # noqa: B008 - frozen and without state
-        seed: SupportsIndex | Sequence[SupportsIndex] = 0,
+        seed: SupportsIndex | Iterable[SupportsIndex] = 0,
         constraints: EachText | None = None,
         prefixes: Sequence[str] | None = None,
         long_texts: Literal["error", "cut"] = "error",
@@ -225,7 +225,7 @@ class TextModel:
         *,
         max_tokens: SupportsIndex | None = None,
         sampler: Decoding = BeamSearch(num_best=4),  # noqa: B008 - frozen and without state
-        seed: SupportsIndex | Sequence[SupportsIndex] = 0,
+        seed: SupportsIndex | Iterable[SupportsIndex] = 0,
         constraints: EachText | None = None,
         prefixes: Sequence[str] | None = None,
         long_texts: Literal["error", "cut"] = "error",
@@ -260,7 +260,7 @@ class TextModel:
         *,
         max_tokens: SupportsIndex | None = None,
         sampler: Sampler = Greedy(),  # noqa: B008 - frozen and without state
-        seed: SupportsIndex | Sequence[SupportsIndex] = 0,
+        seed: SupportsIndex | Iterable[SupportsIndex] = 0,
         constraints: EachText | None = None,
         prefixes: Sequence[str] | None = None,
         long_texts: Literal["error", "cut"] = "error",

@@ -77,7 +77,7 @@ def generate(
     return _generate(model, params, arguments, as_traced(sampler, key, batch), row_keys(key, batch), capacity=capacity)
 
 
-def as_traced(sampler: Sampler, key: KeyArray | None, batch: int) -> Sampler:
+def as_traced(sampler: typing.Any, key: KeyArray | None, batch: int) -> Sampler:
     """The sampler, checked, its numbers as arrays.
 
     Raises:
