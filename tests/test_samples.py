@@ -7,8 +7,9 @@ import jax
 import numpy as np
 import pytest
 from compile_counter import count_compilations
+from one_layer import CONFIGS, both_architectures
 from scipy import stats
-from tiny_models import random_ids, random_params, tiny_config, tiny_model
+from tiny_models import random_ids, random_params, tiny_model
 from tolerances import assert_close, assert_same_bits
 
 from tfm.decoding.generate import generate_n_best
@@ -19,11 +20,6 @@ from tfm.decoding.score import score
 B, S, R = 3, 5, 6
 SOURCE = random_ids(B, S, seed=1)
 SOURCE_LENGTHS = np.array([5, 1, 3], np.int32)
-CONFIGS = [
-    tiny_config(positions="t5-bias", num_kv_heads=2, shared_embeddings="none", decoder_layers=1),
-    tiny_config(positions="rope", architecture="decoder-only", shared_embeddings="none", decoder_layers=1),
-]
-both_architectures = pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.architecture)
 
 
 @pytest.fixture(autouse=True)
@@ -74,7 +70,7 @@ def test_samples_come_as_often_as_they_are_likely():
     made = run(config, Samples(2000), source=SOURCE[:1], source_lengths=SOURCE_LENGTHS[:1], max_tokens=1, capacity=1)
     counts = collections.Counter(made.tokens[0, :, 0].tolist())
     logits, _ = prefill(tiny_model(config), random_params(config), SOURCE[:1], SOURCE_LENGTHS[:1], capacity=1)
-    likely = np.asarray(jax.nn.softmax(logits[0, 0]))
+    likely = np.asarray(jax.nn.softmax(logits[0, 0]), np.float64)  # sums must agree to 1e-8
     often = likely * 2000 >= 5
     observed = np.array([counts[token] for token in range(len(likely))])
     observed, expected = ([*x[often], x[~often].sum()] for x in (observed, likely * 2000))

@@ -7,7 +7,8 @@ import jax
 import numpy as np
 import pytest
 from compile_counter import count_compilations
-from tiny_models import random_ids, random_params, tiny_config, tiny_model
+from one_layer import CONFIGS, both_architectures
+from tiny_models import random_ids, random_params, tiny_model
 from tolerances import assert_same_bits
 
 from tfm.answering import Answer, _so_far
@@ -27,11 +28,6 @@ from tfm.tokenizer import Tokenizer
 B, S = 4, 5
 SOURCE = random_ids(B, S, seed=1)
 SOURCE_LENGTHS = np.array([5, 1, 3, 4], np.int32)
-CONFIGS = [
-    tiny_config(positions="t5-bias", num_kv_heads=2, shared_embeddings="none", decoder_layers=1),
-    tiny_config(positions="rope", architecture="decoder-only", shared_embeddings="none", decoder_layers=1),
-]
-both_architectures = pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.architecture)
 
 
 @pytest.fixture(autouse=True)

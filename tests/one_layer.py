@@ -1,0 +1,10 @@
+"""One small model of each architecture, with one decoder layer: for tests that compile many programs."""
+
+import pytest
+from tiny_models import tiny_config
+
+CONFIGS = [
+    tiny_config(positions="t5-bias", num_kv_heads=2, shared_embeddings="none", decoder_layers=1),
+    tiny_config(positions="rope", architecture="decoder-only", shared_embeddings="none", decoder_layers=1),
+]
+both_architectures = pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.architecture)
