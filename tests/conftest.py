@@ -25,6 +25,15 @@ hypothesis.settings.register_profile("local", deadline=None, suppress_health_che
 hypothesis.settings.register_profile("ci", parent=hypothesis.settings.get_profile("local"), derandomize=True)
 hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "local")
 
+_LONGEST_FIRST = ("resume", "loop", "inference", "pipeline", "recipes", "option_pairs", "benchmarks", "transformer")
+"""Files of tests that take a minute and more. Each runs in one process, and the last may keep one alone."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    order = {f"test_{name}": place for place, name in enumerate(_LONGEST_FIRST)}
+    items.sort(key=lambda item: order.get(item.path.stem, len(order)))
+
+
 _MOST_MAPS = 25_000
 """Of a process's memory maps; Linux allows 65,530, and each compiled program takes some. Beyond them LLVM aborts."""
 
@@ -41,10 +50,12 @@ def _compiled_programs_do_not_pile_up() -> Iterator[None]:
 @pytest.fixture(scope="session")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with test.tsv, small.toml and the finished run `run`."""
-    from trained_run import make_run  # what needs no run imports no command line
+    from tiny_models import compiled_fast  # what needs no run imports no command line
+    from trained_run import make_run
 
     folder = tmp_path_factory.mktemp("cli")
-    make_run(folder)
+    with compiled_fast():
+        make_run(folder)
     return folder
 
 
@@ -54,4 +65,13 @@ def compile_fast() -> Iterator[None]:
     from tiny_models import compiled_fast
 
     with compiled_fast():
+        yield
+
+
+@pytest.fixture
+def compile_fully() -> Iterator[None]:
+    """For a test of what the compiler makes, in a file of those that compile fast."""
+    from tiny_models import compiled_fast
+
+    with compiled_fast(False):
         yield

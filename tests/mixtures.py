@@ -28,5 +28,11 @@ def mixtures() -> list[ModelConfig]:
     return configs
 
 
+def each_positions() -> list[ModelConfig]:
+    """Each kind of positions once, with key/value heads of every number and both architectures among them."""
+    every = mixtures()
+    return [every[3 * i + i % 3] for i in range(len(every) // 3)]
+
+
 def name_of(config: ModelConfig) -> str:
     return f"{config.architecture}-{config.positions}-{config.kv_heads}kv-{config.norm_position}"

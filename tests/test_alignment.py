@@ -5,13 +5,12 @@ import inspect
 
 import flax.linen as nn
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from mixtures import mixtures, name_of
-from tiny_models import V, compiled_fast, random_ids, random_params, tiny_config, tiny_model
+from mixtures import each_positions, name_of
+from tiny_models import V, random_ids, random_params, tiny_config, tiny_model
 from tolerances import assert_close
 
 from tfm.buckets import Buckets
@@ -32,10 +31,7 @@ CONFIGS = [
 both_architectures = pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.architecture)
 
 
-@pytest.fixture(autouse=True)
-def _compile_fast():
-    with compiled_fast():
-        yield
+pytestmark = pytest.mark.usefixtures("compile_fast")
 
 
 def weights(config, source=SOURCE, target=TARGET, source_lengths=SOURCE_LENGTHS, target_lengths=TARGET_LENGTHS, **how):
@@ -49,20 +45,25 @@ def weights(config, source=SOURCE, target=TARGET, source_lengths=SOURCE_LENGTHS,
 
 def attentions_of_a_pass(config, source, source_lengths, target):
     """By path: the values that each attention of a forward pass mixed, [B N M H], and what it gave, [B Q D]."""
-    found = {}
-
-    def watch(call, args, kwargs, context):
-        output = call(*args, **kwargs)
-        if isinstance(context.module, Attention) and context.method_name == "__call__":
-            values = np.asarray(args[1].values)
-            found[context.module.path] = np.repeat(values, config.num_heads // values.shape[1], axis=1), output
-        return output
-
     model = tiny_model(config, kernel="xla")
-    source, source_lengths, target = map(jnp.asarray, (source, source_lengths, target))
-    with nn.intercept_methods(watch):
-        model.apply({"params": random_params(config)}, source, source_lengths, teacher_forced(model, target))
-    return found
+
+    @jax.jit
+    def watched(params, source, source_lengths, target):
+        found = {}
+
+        def watch(call, args, kwargs, context):
+            output = call(*args, **kwargs)
+            if isinstance(context.module, Attention) and context.method_name == "__call__":
+                found[context.module.path] = args[1].values, output
+            return output
+
+        with nn.intercept_methods(watch):
+            model.apply({"params": params}, source, source_lengths, teacher_forced(model, target))
+        return found
+
+    found = jax.tree.map(np.asarray, watched(random_params(config), source, source_lengths, target))
+    group = config.num_heads // config.kv_heads
+    return {path: (np.repeat(values, group, axis=1), output) for path, (values, output) in found.items()}
 
 
 def output_of(config, path, weights_BNQM, values_BNMH):
@@ -75,7 +76,7 @@ def output_of(config, path, weights_BNQM, values_BNMH):
     return mixed + np.asarray(params["output"].get("bias", 0.0))
 
 
-@pytest.mark.parametrize("config", mixtures(), ids=name_of)
+@pytest.mark.parametrize("config", each_positions(), ids=name_of)
 def test_weights_and_values_make_what_each_attention_gives(config):
     lengths = np.array([5, 0, 3], np.int32)
     found = weights(config, source_lengths=lengths)

@@ -12,6 +12,8 @@ from tolerances import assert_close
 
 from tfm.decoding.beam import BeamSearch, beam_search
 
+pytestmark = pytest.mark.usefixtures("compile_fast")
+
 B, V, T, END, PAD = 3, 4, 3, 2, 0
 LENGTH_PENALTIES = ("gnmt", "power")
 STOPS = ("first-finished", "provably-best", "all-finished")

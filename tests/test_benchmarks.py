@@ -190,6 +190,7 @@ def test_a_peer_that_is_not_installed(monkeypatch, capsys):
     assert f"needs no_such_a and no_such_b, which {sys.executable} does not have: pip install -e '.[peers]'" in error
 
 
+@pytest.mark.slow
 def test_one_run_prints_its_records(monkeypatch, capsys):
     """With ourselves as the peer: what is tested is who is asked when, and what is made of the answers."""
     for name in ("NPROC", "OMP_NUM_THREADS", "MKL_NUM_THREADS"):
@@ -230,9 +231,11 @@ def test_one_run_prints_its_records(monkeypatch, capsys):
     assert turns == ["tfm", "transformers"] * 3
 
 
+@pytest.mark.slow
 def test_decoding_prints_a_record_for_each_library_and_setting(monkeypatch, capsys):
     monkeypatch.setattr(decode, "available_cores", lambda: 1)
     monkeypatch.setattr(decode, "limit_threads", lambda threads: None)
+    monkeypatch.setattr(decode, "MATMUL_SIZES", (64,))
     arguments = ["--arch", "tiny", "--rows", "2", "--source", "5", "--new", "3", "--beams", "1", "2", "--rounds", "1"]
     arguments += ["--dtype", "float32", "int8"]
     assert decode.main(arguments) == 0

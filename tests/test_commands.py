@@ -10,6 +10,8 @@ from tfm.nn.cache import cache_bytes
 from train.cli import main
 from train.config import from_dict
 
+pytestmark = pytest.mark.usefixtures("compile_fast")
+
 
 def test_training_again_says_that_the_run_is_complete(trained, capsys):
     outcome = result(capsys, ["train", trained / "small.toml", "--run", trained / "run", "--json"])

@@ -21,9 +21,7 @@ CONFIGS = [
 both_architectures = pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.architecture)
 
 
-@pytest.fixture(autouse=True)
-def _compile_fast(compile_fast):
-    pass
+pytestmark = pytest.mark.usefixtures("compile_fast")
 
 
 def run(config, search, max_tokens=3, **arguments):

@@ -6,7 +6,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tiny_models import compiled_fast
 
 from tfm.answering import Answer
 from tfm.batch import make_batch
@@ -27,10 +26,7 @@ SOURCES = [[3, 4, 2], [5, 2], [6, 7, 8, 9, 2], [2], [10, 11, 2]]
 TARGETS = [[3, 4], [5], [6, 7, 8, 9, 10], [3], [4, 4, 4]]
 
 
-@pytest.fixture(autouse=True)
-def _compile_fast():
-    with compiled_fast():
-        yield
+pytestmark = pytest.mark.usefixtures("compile_fast")
 
 
 @pytest.fixture(scope="module")
@@ -40,11 +36,11 @@ def model():
 
 def test_the_loss_is_the_mean_over_all_tokens_however_they_are_batched(model):
     params = init_params(model, jax.random.key(0))
-    eval_step = make_eval_step(model)
+    forward, eval_step = jax.jit(model.apply), make_eval_step(model)
     expected, tokens = 0.0, 0
     for source, target in zip(SOURCES, TARGETS, strict=True):
         batch = jax.tree.map(jnp.asarray, make_batch([source], [target], CONFIG))
-        logits = model.apply({"params": params}, batch.source, batch.source_lengths, batch.target_in)
+        logits = forward({"params": params}, batch.source, batch.source_lengths, batch.target_in)
         log_probs = np.asarray(jax.nn.log_softmax(logits[0]), np.float64)
         expected -= log_probs[np.arange(len(target) + 1), batch.target_out[0]].sum()
         tokens += len(target) + 1

@@ -3,6 +3,7 @@ import inspect
 import math
 import subprocess
 import sys
+import time
 
 import flax.struct
 import jax
@@ -11,8 +12,8 @@ import numpy as np
 import pytest
 from compile_counter import count_compilations
 from scipy import stats
-from tiny_models import V, compiled_fast, random_ids, random_params, tiny_config, tiny_model
-from tolerances import assert_close, assert_same_bits
+from tiny_models import V, random_ids, random_params, tiny_config, tiny_model
+from tolerances import assert_close, assert_same_bits, assert_same_but_for_rounding
 
 from tfm.decoding import arguments as arguments_module
 from tfm.decoding import generate as generate_module
@@ -34,10 +35,7 @@ CONFIGS = [
 both_architectures = pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.architecture)
 
 
-@pytest.fixture(autouse=True)
-def _compile_fast():
-    with compiled_fast():
-        yield
+pytestmark = pytest.mark.usefixtures("compile_fast")
 
 
 def prompt_of(config):
@@ -61,8 +59,7 @@ def seeded_params(config):
 def run(config, params=None, *, source=SOURCE, source_lengths=SOURCE_LENGTHS, **arguments):
     params = seeded_params(config) if params is None else params
     arguments = {"max_tokens": MOST, "capacity": CAPACITY, **arguments}
-    with compiled_fast():
-        result = generate(tiny_model(config), params, source, source_lengths=source_lengths, **arguments)
+    result = generate(tiny_model(config), params, source, source_lengths=source_lengths, **arguments)
     return jax.tree.map(np.asarray, result)
 
 
@@ -225,10 +222,13 @@ def test_the_loop_runs_until_all_rows_have_ended_and_no_longer(config):
         counted_picks.clear()
         generation = run(config, max_tokens=max_tokens, sampler=CountingGreedy())
         jax.effects_barrier()
-        assert len(counted_picks) == (max(generation.lengths) if seen is None else seen)
+        expected = max(generation.lengths) if seen is None else seen
+        deadline = time.monotonic() + 30
+        while len(counted_picks) < expected and time.monotonic() < deadline:
+            time.sleep(0.01)  # on a busy machine the last callbacks have been seen to come after the barrier
+        assert len(counted_picks) == expected
         reference = run(config, max_tokens=max_tokens)
-        for one, other in zip(*map(jax.tree.leaves, (generation, reference)), strict=True):
-            assert_same_bits(one, other)
+        assert_same_but_for_rounding(generation, reference, times=10)  # sums of up to 16 terms
 
 
 # Neighbours, padding, capacity, keys
@@ -277,17 +277,15 @@ def test_extreme_samplers_are_greedy(sampler):
     config = CONFIGS[0]
     greedy = run(config)
     sampled = run(config, sampler=sampler, key=jax.random.key(0))
-    for one, other in zip(*map(jax.tree.leaves, (sampled, greedy)), strict=True):
-        assert_same_bits(one, other)
+    assert_same_but_for_rounding(sampled, greedy, times=10)  # sums of up to 16 terms
 
 
 def test_bfloat16_generates_what_it_scores():
     config = CONFIGS[0]
-    with compiled_fast():
-        model = tiny_model(config, "bfloat16")
-        generation = generate(model, seeded_params(config), SOURCE, source_lengths=SOURCE_LENGTHS, max_tokens=MOST)
-        target = np.concatenate([np.full((B, 1), config.start_id), generation.tokens], axis=1)[:, :MOST]
-        logits = jax.jit(model.apply)({"params": seeded_params(config)}, SOURCE, SOURCE_LENGTHS, target)
+    model = tiny_model(config, "bfloat16")
+    generation = generate(model, seeded_params(config), SOURCE, source_lengths=SOURCE_LENGTHS, max_tokens=MOST)
+    target = np.concatenate([np.full((B, 1), config.start_id), generation.tokens], axis=1)[:, :MOST]
+    logits = jax.jit(model.apply)({"params": seeded_params(config)}, SOURCE, SOURCE_LENGTHS, target)
     log_probs = np.take_along_axis(np.asarray(jax.nn.log_softmax(logits)), np.asarray(generation.tokens)[..., None], -1)
     real = np.arange(MOST) < np.asarray(generation.lengths)[:, None]
     # each of up to 16 terms may be off by the tolerance of a logit
@@ -369,7 +367,7 @@ def test_it_works_inside_a_callers_jit(config):
 
 
 @both_architectures
-def test_the_loop_holds_one_cache(config):
+def test_the_loop_holds_one_cache(config, compile_fully):
     """Each step writes into the cache that the loop carries; a copy would double the memory and cost its bandwidth."""
     config = config.replace(max_target_length=4096, head_dim=32)  # or scores and biases would weigh as much
     lengths, keys = np.full(B, S, np.int32), jax.random.split(jax.random.key(0), B)

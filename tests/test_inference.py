@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from compile_counter import count_compilations
 from mixtures import mixtures, name_of
-from tiny_models import compiled_fast, random_ids, random_params, tiny_model
+from tiny_models import random_ids, random_params, tiny_model
 from tiny_requests import (
     BOTH,
     CAPACITY,
@@ -31,6 +31,8 @@ from tfm.decoding import inference
 from tfm.decoding.inference import decode_step, prefill
 from tfm.nn import layers
 from tfm.nn.cache import cache_bytes, init_cache
+
+pytestmark = pytest.mark.usefixtures("compile_fast")
 
 
 def test_the_mixtures_hold_every_pair():
@@ -81,16 +83,15 @@ def assert_agrees(stepwise, full, dtype="float32", times=1.0):
 
 @pytest.mark.parametrize("config", mixtures(), ids=name_of)
 def test_prefill_and_steps_give_the_logits_of_the_full_forward(config):
-    with compiled_fast():
-        full = full_logits(config)
-        first, cache = prefilled(config)
-        assert first.shape == (T, 1, full.shape[-1])
-        for splits in ([1, 1, 1, 1, 1], [3, 1, 1], [1, 3, 1]):
-            assert_agrees(stepwise_logits(config, first, cache, splits), full)
-        # what lies in the padding, of source or prompt, changes nothing
-        junk_source = np.where(np.arange(S) < SOURCE_LENGTHS[:, None], SOURCE, random_ids(T, S, seed=8))
-        first, cache = prefilled(config, source=junk_source, prompt=prompts_with_junk(seed=9))
-        assert_agrees(stepwise_logits(config, first, cache, [1, 3, 1]), full)
+    full = full_logits(config)
+    first, cache = prefilled(config)
+    assert first.shape == (T, 1, full.shape[-1])
+    for splits in ([1, 1, 1, 1, 1], [3, 1, 1], [1, 3, 1]):
+        assert_agrees(stepwise_logits(config, first, cache, splits), full)
+    # what lies in the padding, of source or prompt, changes nothing
+    junk_source = np.where(np.arange(S) < SOURCE_LENGTHS[:, None], SOURCE, random_ids(T, S, seed=8))
+    first, cache = prefilled(config, source=junk_source, prompt=prompts_with_junk(seed=9))
+    assert_agrees(stepwise_logits(config, first, cache, [1, 3, 1]), full)
 
 
 def tampered(cache, kind):
@@ -138,49 +139,41 @@ def test_in_bfloat16_they_agree_too(config, stream, monkeypatch):
     """With a stream in float32, as on a CPU, and in bfloat16, as on an accelerator."""
     monkeypatch.setattr(layers, "stream_dtype", lambda dtype: stream)
     config = config.replace(norm_epsilon=2e-6 if stream == "float32" else 3e-6)  # so that each is traced anew
-    with compiled_fast():
-        full = full_logits(config, "bfloat16")
-        assert full.dtype == np.float32
-        first, cache = prefilled(config, "bfloat16")
-        assert cache.layers[0].self_attention.keys.dtype == stream
-        # logits are near 3 and have been through two layers
-        assert_agrees(stepwise_logits(config, first, cache, [1, 3, 1], "bfloat16"), full, dtype="bfloat16", times=2)
-        # and bfloat16 is near float32
-        assert_close(full, full_logits(config), dtype="bfloat16", times=8)
-        assert np.abs(full - full_logits(config)).max() > 1e-3
+    full = full_logits(config, "bfloat16")
+    assert full.dtype == np.float32
+    first, cache = prefilled(config, "bfloat16")
+    assert cache.layers[0].self_attention.keys.dtype == stream
+    # logits are near 3 and have been through two layers
+    assert_agrees(stepwise_logits(config, first, cache, [1, 3, 1], "bfloat16"), full, dtype="bfloat16", times=2)
+    # and bfloat16 is near float32
+    assert_close(full, full_logits(config), dtype="bfloat16", times=8)
+    assert np.abs(full - full_logits(config)).max() > 1e-3
 
 
-EACH_POSITIONS = [mixtures()[3 * i + i % 3] for i in range(len(mixtures()) // 3)]
-"""Each kind of positions once, with key/value heads of every number and both architectures among them."""
 cache_dtypes = pytest.mark.parametrize("cache_dtype", ["bfloat16", "int8"])
 
 
-@pytest.mark.parametrize(
-    ("config", "cache_dtype"),
-    [(config, "int8") for config in EACH_POSITIONS] + [(config, "bfloat16") for config in BOTH],
-    ids=lambda one: one if isinstance(one, str) else name_of(one),
-)
+@both_architectures
+@cache_dtypes
 def test_with_a_cache_in_fewer_bits_they_agree_too(config, cache_dtype):
-    with compiled_fast():
-        full = full_logits(config)
-        first, cache = prefilled(config, cache=cache_dtype)
-        assert_close(first[:, 0], full[np.arange(T), PROMPT_LENGTHS - 1])  # prefill itself rounds nothing
-        # logits are near 3 and have been through two layers
-        stepwise = stepwise_logits(config, first, cache, [1, 3, 1])
-        assert_agrees(stepwise, full, dtype=cache_dtype, times=2)
-        assert np.nanmax(np.abs(stepwise - full)) > 1e-3
-        # what lies in the padding changes nothing
-        junk_source = np.where(np.arange(S) < SOURCE_LENGTHS[:, None], SOURCE, random_ids(T, S, seed=8))
-        first, cache = prefilled(config, source=junk_source, prompt=prompts_with_junk(seed=9), cache=cache_dtype)
-        assert_agrees(stepwise_logits(config, first, cache, [1, 3, 1]), stepwise, times=10)
+    full = full_logits(config)
+    first, cache = prefilled(config, cache=cache_dtype)
+    assert_close(first[:, 0], full[np.arange(T), PROMPT_LENGTHS - 1])  # prefill itself rounds nothing
+    # logits are near 3 and have been through two layers
+    stepwise = stepwise_logits(config, first, cache, [1, 3, 1])
+    assert_agrees(stepwise, full, dtype=cache_dtype, times=2)
+    assert np.nanmax(np.abs(stepwise - full)) > 1e-3
+    # what lies in the padding changes nothing
+    junk_source = np.where(np.arange(S) < SOURCE_LENGTHS[:, None], SOURCE, random_ids(T, S, seed=8))
+    first, cache = prefilled(config, source=junk_source, prompt=prompts_with_junk(seed=9), cache=cache_dtype)
+    assert_agrees(stepwise_logits(config, first, cache, [1, 3, 1]), stepwise, times=10)
 
 
 @both_architectures
 @cache_dtypes
 def test_empty_places_behind_and_neighbours_change_nothing_in_fewer_bits(config, cache_dtype):
     model, params = tiny_model(config, cache=cache_dtype), random_params(config)
-    with compiled_fast():
-        _, cache = prefilled(config, cache=cache_dtype)
+    _, cache = prefilled(config, cache=cache_dtype)
     following = FURTHER_TOKENS[:, :1]
     step, _ = decode_step(model, params, following, cache)
     longer = jax.tree.map(lambda x: jnp.pad(x, ((0, 0), (0, 0), (0, 7), (0, 0))), cache.layers)
@@ -216,10 +209,9 @@ def test_another_kernel_gives_the_same(config):
     results = []
     for kernel in ("plain", "xla"):
         model = tiny_model(config, kernel=kernel)
-        with compiled_fast():
-            first, cache = prefill(model, params, SOURCE, SOURCE_LENGTHS, TARGET, PROMPT_LENGTHS, capacity=CAPACITY)
-            second, cache = decode_step(model, params, FURTHER_TOKENS[:, :1], cache)
-            third, _ = decode_step(model, params, FURTHER_TOKENS[:, 1:4], cache)
+        first, cache = prefill(model, params, SOURCE, SOURCE_LENGTHS, TARGET, PROMPT_LENGTHS, capacity=CAPACITY)
+        second, cache = decode_step(model, params, FURTHER_TOKENS[:, :1], cache)
+        third, _ = decode_step(model, params, FURTHER_TOKENS[:, 1:4], cache)
         results.append((first, second, third))
     for plain, xla in zip(*results, strict=True):
         assert_close(xla, plain)
@@ -303,7 +295,7 @@ def test_a_donated_cache_is_deleted_and_gives_the_same(config):
 
 @both_architectures
 @pytest.mark.parametrize("cache_dtype", ["float32", "bfloat16", "int8"])
-def test_a_donated_step_copies_no_cache(config, cache_dtype):
+def test_a_donated_step_copies_no_cache(config, cache_dtype, compile_fully):
     config = config.replace(head_dim=32, num_kv_heads=4)  # so that keys are large beside scores
     model, params = tiny_model(config, cache=cache_dtype), random_params(config)
     sizes = dict(batch=T, source_length=2048, capacity=2048, dtype=cache_dtype)
@@ -316,7 +308,7 @@ def test_a_donated_step_copies_no_cache(config, cache_dtype):
         assert memory.temp_size_in_bytes < all_bytes / 4
 
 
-def test_a_loop_of_steps_makes_no_floats_of_an_int8_cache():
+def test_a_loop_of_steps_makes_no_floats_of_an_int8_cache(compile_fully):
     """Not of what it writes into, and not of the source's, which stays the same in all of its steps."""
     config = BOTH[0].replace(head_dim=32, num_kv_heads=4)
     model, params = tiny_model(config, cache="int8"), random_params(config)

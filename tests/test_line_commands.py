@@ -20,9 +20,7 @@ from train.streaming import LINES_AT_ONCE
 # --- generate
 
 
-@pytest.fixture(autouse=True)
-def _compile_fast(compile_fast):
-    pass
+pytestmark = pytest.mark.usefixtures("compile_fast")
 
 
 def test_answers_come_a_line_for_a_line_in_order(trained, capsys, tmp_path):

@@ -12,10 +12,7 @@ from tfm.decoding.mbr import Utility
 from train import arguments
 from train.cli import main
 
-
-@pytest.fixture(autouse=True)
-def _compile_fast(compile_fast):
-    pass
+pytestmark = pytest.mark.usefixtures("compile_fast")
 
 
 def test_the_words_for_settings_are_those_of_the_library():

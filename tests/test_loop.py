@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import rich.console
 from jax.experimental.compilation_cache import compilation_cache
+from tiny_models import compiled_fast
 from tiny_run import final_state, recorded_rows, tiny_config
 
 import tfm
@@ -38,12 +39,13 @@ def _compiled_once(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         "jax_persistent_cache_min_entry_size_bytes": -1,
     }
     before = {name: getattr(jax.config, name) for name in settings}
-    for change in (settings, before):
-        for name, value in change.items():
-            jax.config.update(name, value)
-        compilation_cache.reset_cache()
-        if change is settings:
-            yield
+    with compiled_fast():
+        for change in (settings, before):
+            for name, value in change.items():
+                jax.config.update(name, value)
+            compilation_cache.reset_cache()
+            if change is settings:
+                yield
 
 
 class Listener(Reporter):
@@ -178,6 +180,7 @@ def test_a_complete_run_is_left_alone(finished):
     )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_more_steps_go_on_with_a_complete_run(finished, tmp_path: Path):
     folder, _, _ = finished
     shutil.copytree(folder / "run", tmp_path / "run")
@@ -275,6 +278,7 @@ def test_a_start_that_died_before_it_was_a_run_is_begun_anew(tmp_path: Path):
     assert outcome.steps_made == 2
 
 
+@pytest.mark.slow
 def test_stopped_at_any_step_and_resumed_it_is_the_same_run(finished, tmp_path: Path):
     folder, outcome, _ = finished
     stops = {1: signal.SIGTERM, 4: signal.SIGINT, 6: signal.SIGTERM, 13: signal.SIGINT, 22: signal.SIGTERM}
@@ -340,6 +344,7 @@ def test_stops_when_the_metric_gets_no_better(tmp_path: Path):
     assert (more.reason, more.step, more.steps_made) == ("patience", 8, 2)
 
 
+@pytest.mark.slow
 def test_bad_steps_in_a_row_end_the_run_with_the_last_good_checkpoint(tmp_path: Path):
     optimizer = {"learning_rate": 1e30, "warmup_steps": 0, "schedule": "constant"}
     config = tiny_config(

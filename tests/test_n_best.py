@@ -8,7 +8,7 @@ import pytest
 from compile_counter import count_compilations
 from jax.extend.core import ClosedJaxpr, Jaxpr
 from one_layer import CONFIGS, both_architectures
-from tiny_models import V, compiled_fast, random_ids, random_params, tiny_model
+from tiny_models import V, random_ids, random_params, tiny_model
 from tolerances import assert_close, assert_same_bits
 
 from tfm.decoding import generate as generate_module
@@ -27,10 +27,7 @@ PROMPT_LENGTHS = np.array([1, 3, 2, 1], np.int32)
 CAPACITY = 8
 
 
-@pytest.fixture(autouse=True)
-def _compile_fast():
-    with compiled_fast():
-        yield
+pytestmark = pytest.mark.usefixtures("compile_fast")
 
 
 def run(config, *, source=SOURCE, source_lengths=SOURCE_LENGTHS, params=None, **arguments):
@@ -183,7 +180,7 @@ def test_it_works_inside_a_callers_jit(config):
     assert_same_bits(within.tokens, run(config, max_tokens=5).tokens)
 
 
-def test_the_loop_holds_no_second_cache_beside_the_reordered_one():
+def test_the_loop_holds_no_second_cache_beside_the_reordered_one(compile_fully):
     config = CONFIGS[0].replace(max_target_length=4096, head_dim=32)
     lengths, search = np.full(B, S, np.int32), BeamSearch(width=W).as_arrays()
     arguments = Arguments(SOURCE, lengths, np.ones((B, 1), np.int32), np.ones(B, np.int32), lengths, None)

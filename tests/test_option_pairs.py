@@ -85,9 +85,7 @@ def covering_requests() -> list[dict[str, int]]:
 REQUESTS = covering_requests()
 
 
-@pytest.fixture(autouse=True)
-def _compile_fast(compile_fast):
-    pass
+pytestmark = pytest.mark.usefixtures("compile_fast")
 
 
 @functools.cache

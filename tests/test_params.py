@@ -5,11 +5,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tiny_models import V, compiled_fast, random_ids, random_params, tiny_config, tiny_model
+from tiny_models import V, random_ids, random_params, tiny_config, tiny_model
 from tolerances import assert_same_bits
 
 from tfm.config import ModelConfig, preset
 from tfm.nn.params import count_by_part, count_params, init_params, param_shapes, prepare_for_inference
+
+pytestmark = pytest.mark.usefixtures("compile_fast")
 
 
 def counted(config: ModelConfig) -> dict[str, int]:
@@ -83,8 +85,7 @@ def test_every_option_has_the_count_of_its_formula(architecture, shared, use_bia
 @pytest.mark.parametrize("architecture", ["encoder-decoder", "decoder-only"])
 def test_parameters_are_float32_arrays_by_plain_names(architecture):
     config = tiny_config(architecture=architecture, positions="t5-bias", gated=True, decoder_layers=1)
-    with compiled_fast():
-        params = init_params(tiny_model(config, "bfloat16"), jax.random.key(0))
+    params = init_params(tiny_model(config, "bfloat16"), jax.random.key(0))
     shapes = param_shapes(config)
     assert jax.tree.structure(params) == jax.tree.structure(shapes)
     for (path, leaf), shape in zip(jax.tree.leaves_with_path(params), jax.tree.leaves(shapes), strict=True):

@@ -15,7 +15,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from compile_counter import count_compilations
-from tiny_models import compiled_fast
 from tolerances import TOLERANCES
 
 import tfm
@@ -58,10 +57,7 @@ def make_model(config: ModelConfig = CONFIG, *, seed: int = 1, **options) -> Tex
     return TextModel(config, make_params(config, seed), TOKENIZER, TOKENIZER, **{"weights": "float32", **options})
 
 
-@pytest.fixture(autouse=True)
-def _compile_fast():
-    with compiled_fast():
-        yield
+pytestmark = pytest.mark.usefixtures("compile_fast")
 
 
 @pytest.fixture(scope="module")

@@ -12,6 +12,8 @@ from train.cli import main
 from train.config import load_recipe, recipe_names
 from train.run_folder import RunFolder
 
+pytestmark = pytest.mark.usefixtures("compile_fast")
+
 SMALL = [
     "--steps", "30", "--optimizer.warmup_steps", "10", "--log_every_steps", "10", "--checkpoint.every_steps", "30",
     "--validation.every_steps", "30", "--validation.max_examples", "4", "--batch.max_shapes", "1",
@@ -72,7 +74,7 @@ def test_every_recipe_is_tried_here():
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.slow) if name == "g2p-demo" else name for name in RECIPES]
+    "name", [name if name == "g2p" else pytest.param(name, marks=pytest.mark.slow) for name in RECIPES]
 )
 def test_a_recipe_trains_measures_and_answers(name, tmp_path, capsys):
     data, text = RECIPES[name](tmp_path)

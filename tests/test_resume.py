@@ -31,19 +31,15 @@ PATTERNS = {
 
 
 @pytest.fixture(scope="module")
-def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """Children compile once, and all with the same number of threads."""
-    return {
+def start(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., subprocess.Popen]:
+    """Starts children that compile once, and all with the same number of threads."""
+    program = Path(__file__).with_name("tiny_run.py")
+    environment = {
         **os.environ,
         "JAX_COMPILATION_CACHE_DIR": str(tmp_path_factory.mktemp("cache")),
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
         "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
     }
-
-
-@pytest.fixture(scope="module")
-def start(environment) -> Callable[..., subprocess.Popen]:
-    program = Path(__file__).with_name("tiny_run.py")
 
     def start(folder: Path, *options: object) -> subprocess.Popen:
         command = [sys.executable, "-W", "error", str(program), str(folder), *map(str, options)]

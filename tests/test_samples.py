@@ -22,9 +22,7 @@ SOURCE = random_ids(B, S, seed=1)
 SOURCE_LENGTHS = np.array([5, 1, 3], np.int32)
 
 
-@pytest.fixture(autouse=True)
-def _compile_fast(compile_fast):
-    pass
+pytestmark = pytest.mark.usefixtures("compile_fast")
 
 
 def run(config, search, *, source=SOURCE, source_lengths=SOURCE_LENGTHS, key=None, **arguments):

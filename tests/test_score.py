@@ -3,7 +3,7 @@ import inspect
 import jax
 import numpy as np
 import pytest
-from tiny_models import V, compiled_fast, random_ids, random_params, tiny_config, tiny_model
+from tiny_models import V, random_ids, random_params, tiny_config, tiny_model
 from tolerances import assert_close
 
 from tfm.batch import make_batch
@@ -23,10 +23,7 @@ CONFIGS = [
 both_architectures = pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.architecture)
 
 
-@pytest.fixture(autouse=True)
-def _compile_fast():
-    with compiled_fast():
-        yield
+pytestmark = pytest.mark.usefixtures("compile_fast")
 
 
 def run(config, source=SOURCE, target=TARGET, source_lengths=SOURCE_LENGTHS, target_lengths=TARGET_LENGTHS):

@@ -20,6 +20,8 @@ from train.loss import batch_loss
 from train.optimizer import decay_mask, make_optimizer
 from train.step import init_state, make_eval_step, make_train_step
 
+pytestmark = pytest.mark.usefixtures("compile_fast")
+
 POISON = 9
 """A source id that turns the gradient, and only the gradient, of `Tiny` into NaN."""
 

@@ -9,7 +9,7 @@ import pytest
 from compile_counter import count_compilations
 from one_layer import CONFIGS, both_architectures
 from tiny_models import random_ids, random_params, tiny_model
-from tolerances import assert_same_bits
+from tolerances import assert_same_bits, assert_same_but_for_rounding
 
 from tfm.answering import Answer, _so_far
 from tfm.config import preset
@@ -30,9 +30,7 @@ SOURCE = random_ids(B, S, seed=1)
 SOURCE_LENGTHS = np.array([5, 1, 3, 4], np.int32)
 
 
-@pytest.fixture(autouse=True)
-def _compile_fast(compile_fast):
-    pass
+pytestmark = pytest.mark.usefixtures("compile_fast")
 
 
 @pytest.mark.parametrize("sampler", [Greedy(), Sampling(temperature=0.9)], ids=["greedy", "sampling"])
@@ -46,7 +44,7 @@ def test_states_lead_token_by_token_to_what_is_generated(config, sampler):
     made = generate(model, params, SOURCE, **arguments)
     states = list(stream(model, params, SOURCE, **arguments))  # all are kept: none may be overwritten later
     assert len(states) == max(int(made.lengths.max()), 1)
-    jax.tree.map(assert_same_bits, states[-1], made)
+    assert_same_but_for_rounding(states[-1], made, times=10)  # sums of up to 12 terms
     for number, state in enumerate(states, 1):
         assert state.lengths.tolist() == np.minimum(made.lengths, number).tolist()
         for row, length in enumerate(state.lengths):
@@ -95,7 +93,7 @@ def text_model(kind: str, architecture: str = "encoder-decoder", **options) -> T
 @pytest.mark.parametrize("kind", ["bpe", "unigram", "word"])
 def test_partial_texts_only_grow_and_have_no_half_characters(kind):
     model = text_model(kind)
-    texts = [*WORLD, ""] if kind == "bpe" else WORLD[3:]  # bytes are many tokens: several shapes of batches
+    texts = ["", *WORLD[2:]] if kind == "bpe" else WORLD[3:]
     sampler = Sampling(temperature=2.0)
     states = list(model.stream(texts, max_tokens=30, sampler=sampler, seed=4))
     whole = model.generate(texts, max_tokens=30, sampler=sampler, seed=4)

@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 from compile_counter import count_compilations
 from test_pipeline import CONFIG, TOKENIZER, make_model, random_texts
-from tiny_models import compiled_fast
 
 from tfm.answering import Answer
 from tfm.decoding.beam import BeamSearch
@@ -20,10 +19,7 @@ SAMPLERS = {"greedy": Greedy(), "sampling": Sampling(temperature=1.5), "beam": B
 TEXTS = random_texts(5, longest=12)
 
 
-@pytest.fixture(autouse=True)
-def _compile_fast():
-    with compiled_fast():
-        yield
+pytestmark = pytest.mark.usefixtures("compile_fast")
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tiny_models import V, compiled_fast, random_ids, random_params, tiny_config, tiny_model
+from tiny_models import V, random_ids, random_params, tiny_config, tiny_model
 from tolerances import assert_close, assert_same_bits
 
 from tfm.config import Positions
@@ -17,6 +17,8 @@ from tfm.nn import layers
 from tfm.nn.logprob import smoothed_cross_entropy
 from tfm.nn.params import param_shapes
 from tfm.nn.transformer import DecoderOnly, EncoderDecoder, build_model, join
+
+pytestmark = pytest.mark.usefixtures("compile_fast")
 
 B, S, T = 3, 5, 4
 SOURCE, TARGET = random_ids(B, S, seed=1), random_ids(B, T, seed=2)
@@ -31,8 +33,7 @@ def forward(config, dtype="float32", kernel="plain"):
 
 def logits_of(config, params=None, *, source=SOURCE, lengths=SOURCE_LENGTHS, target=TARGET, kernel="plain"):
     params = random_params(config) if params is None else params
-    with compiled_fast():
-        return np.asarray(forward(config, kernel=kernel)({"params": params}, source, lengths, target))
+    return np.asarray(forward(config, kernel=kernel)({"params": params}, source, lengths, target))
 
 
 # The papers' formulas
@@ -202,8 +203,7 @@ def test_own_logits_are_not_rounded_to_the_stream(monkeypatch):
     monkeypatch.setattr(layers, "stream_dtype", lambda dtype: dtype)
     for shared in ("none", "target-output"):
         config = tiny_config(shared_embeddings=shared, norm_epsilon=4e-6)
-        with compiled_fast():
-            logits = forward(config, "bfloat16")({"params": random_params(config)}, SOURCE, SOURCE_LENGTHS, TARGET)
+        logits = forward(config, "bfloat16")({"params": random_params(config)}, SOURCE, SOURCE_LENGTHS, TARGET)
         assert logits.dtype == jnp.float32
         assert (np.asarray(logits) != np.asarray(logits.astype(jnp.bfloat16), np.float32)).any()
 
@@ -230,8 +230,7 @@ def influence(config, part="logits"):
         return result[0] @ weights
 
     names = {"source_embedding", "target_embedding"} & set(params)
-    with compiled_fast():
-        gradients = jax.jit(jax.jacrev(outputs))({name: params[name] for name in names})
+    gradients = jax.jit(jax.jacrev(outputs))({name: params[name] for name in names})
     strength = {name: np.abs(gradients[name]["weight"]).max(axis=-1) for name in names}
     source_table = strength.get("source_embedding", strength["target_embedding"])
     return np.concatenate([source_table[:, :S], strength["target_embedding"][:, S : S + T]], axis=1)
@@ -288,8 +287,7 @@ def test_an_empty_row_has_finite_logits_and_gradients(architecture, norm):
         return (weights * smoothed_cross_entropy(logits, jnp.array(TARGET))).sum(), logits
 
     for rngs in ({}, {"dropout": jax.random.key(0)}):
-        with compiled_fast():
-            gradients, logits = jax.jit(jax.grad(loss, has_aux=True))(params, rngs)
+        gradients, logits = jax.jit(jax.grad(loss, has_aux=True))(params, rngs)
         assert np.isfinite(logits).all()
         assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(gradients))
 
@@ -314,8 +312,7 @@ def test_each_dropout_is_on_exactly_when_keys_are_passed(rate, kind):
     inputs = [jnp.array(x) for x in (SOURCE, SOURCE_LENGTHS, TARGET)]
     run = jax.jit(lambda key: model.apply({"params": params}, *inputs, rngs={"dropout": key}))
 
-    with compiled_fast():
-        one, same, other = (np.asarray(run(jax.random.key(seed, impl=kind))) for seed in (0, 0, 1))
+    one, same, other = (np.asarray(run(jax.random.key(seed, impl=kind))) for seed in (0, 0, 1))
     plain = logits_of(off)
     assert_same_bits(logits_of(config), plain)
     assert_same_bits(one, same)
@@ -339,8 +336,7 @@ def test_every_place_drops_by_its_own_key(architecture, monkeypatch):
     params = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), param_shapes(config))
     model = build_model(config, dtype="float32")
     inputs = [jnp.array(x) for x in (SOURCE, SOURCE_LENGTHS, TARGET)]
-    with compiled_fast():
-        jax.jit(lambda key: model.apply({"params": params}, *inputs, rngs={"dropout": key}))(jax.random.key(0))
+    jax.jit(lambda key: model.apply({"params": params}, *inputs, rngs={"dropout": key}))(jax.random.key(0))
     jax.effects_barrier()
     stacks = [(1, 1, 2), (2, 2, 3)] if architecture == "encoder-decoder" else [(2, 1, 2)]
     rates = [rate for rate, _ in keys]
@@ -356,9 +352,8 @@ def test_a_sublayers_dropout_falls_on_its_output(monkeypatch):
     config = tiny_config(dropout_rate=0.5)
     params = random_params(config)
     inputs = [jnp.array(x) for x in (SOURCE, SOURCE_LENGTHS, TARGET)]
-    with compiled_fast():
-        run = jax.jit(lambda key: tiny_model(config).apply({"params": params}, *inputs, rngs={"dropout": key}))
-        logits = run(jax.random.key(0))
+    run = jax.jit(lambda key: tiny_model(config).apply({"params": params}, *inputs, rngs={"dropout": key}))
+    logits = run(jax.random.key(0))
     left = params["decoder"]["norm"]["bias"] @ params["target_embedding"]["weight"].T
     assert_close(logits, jnp.broadcast_to(left, logits.shape))
 

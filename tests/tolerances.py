@@ -1,5 +1,6 @@
 """How far apart two computations of the same numbers may lie, by the dtype that they compute in."""
 
+import jax
 import numpy as np
 
 TOLERANCES = {
@@ -28,3 +29,13 @@ def assert_same_bits(actual, expected) -> None:
     actual, expected = np.asarray(actual), np.asarray(expected)
     assert (actual.dtype, actual.shape) == (expected.dtype, expected.shape)
     assert actual.tobytes() == expected.tobytes()
+
+
+def assert_same_but_for_rounding(actual, expected, *, times: float = 1.0) -> None:
+    """For trees that two programs made: the same in whole numbers, close in floats, `times` as in `assert_close`."""
+    assert jax.tree.structure(actual) == jax.tree.structure(expected)
+    for one, other in zip(*map(jax.tree.leaves, (actual, expected)), strict=True):
+        if np.issubdtype(np.asarray(other).dtype, np.floating):
+            assert_close(one, other, times=times)
+        else:
+            assert_same_bits(one, other)
