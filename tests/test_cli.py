@@ -57,6 +57,7 @@ from train.template import template
         (["generate", "run", "--coverage", "1"], ["--coverage without --beams"]),
         (["generate", "run", "--stream", "--beams", "2"], ["--stream or --beams, not both"]),
         (["generate", "run", "--stream", "--alignments"], ["--stream or --alignments, not both"]),
+        (["generate", "run", "--layer", "-1"], ["--layer without --alignments"]),
         (["generate", "run", "--cut", "--alignments"], ["--alignments or --cut, not both"]),
         (["generate", "run", "--samples", "2", "--seed", "-1"], ["--seed from 0 to 4294967295, got -1"]),
         (["generate", "run", "--samples", "2", "--seed", str(2**32)], ["--seed from 0 to 4294967295, got"]),

@@ -189,6 +189,11 @@ def test_alignments_stand_behind_answers_and_in_json(trained, capsys):
     shown = [[tuple(pair) for pair in entry["alignment"]] for entry in objects]
     assert shown == [expected[0].pairs, [], *(found.pairs for found in expected[1:])]
     assert "alignment" not in json.loads(answers(capsys, ["generate", run, "--json", "abc"])[0])
+    of_layer = answers(capsys, ["generate", run, "--alignments", "--layer", "-1", *texts])
+    expected = model.align([texts[0], *texts[2:]], made, layer=-1)
+    assert [line.rpartition("\t")[2] for line in of_layer if line] == [found.pharaoh for found in expected]
+    assert main(["generate", str(run), "--alignments", "--layer", "1", *texts]) == 2
+    assert "expected a layer from -1 to 0, or None for all, got 1" in errors(capsys)
     best = answers(capsys, ["generate", run, "--beams", "2", "--n-best", "2", "--alignments", *texts])
     assert len(best) == 8
     assert all(line == "" or re.fullmatch(r"[^\t]*\t(\d+-\d+( \d+-\d+)*)?", line) for line in best)

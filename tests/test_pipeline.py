@@ -413,6 +413,11 @@ for texts in ([b"a"], ["a", 3]):
         model(texts)
     except ValueError as error:
         print(error)
+warnings.simplefilter("always")
+for ask in (model, model.generate, model.generate_n_best, model.stream):
+    with warnings.catch_warnings(record=True) as caught:
+        ask(["a " * 99], max_tokens=1, long_texts="cut")
+    assert [warning.filename for warning in caught] == ["<string>"], "a warning names the caller's own line"
 print(*sorted(BLOCKED & {name.partition(".")[0] for name in sys.modules}))
 """
 

@@ -6,6 +6,7 @@
 import dataclasses
 import itertools
 import operator
+import sys
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Literal, NamedTuple, SupportsIndex
@@ -148,7 +149,7 @@ class Engine:
             warnings.warn(
                 f"{len(long)} of {len(texts)} texts cut to {most} tokens, the model's max_source_length; the longest "
                 f"had {longest}; the first is {texts[long[0]]!r:.60}",
-                stacklevel=4,
+                stacklevel=_first_level_outside(),
             )
             sources = [ids[: most - 1] for ids in sources]
         sources = [ids + end for ids in sources]
@@ -304,3 +305,11 @@ def _whole_number(value: object) -> int | None:
         return operator.index(value)  # type: ignore[arg-type]
     except TypeError:
         return None
+
+
+def _first_level_outside() -> int:
+    """The `stacklevel` at which a warning of this package names its caller's line, however deep it arises."""
+    level, frame = 1, sys._getframe(1)
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] == "tfm":
+        level, frame = level + 1, frame.f_back
+    return level

@@ -148,6 +148,10 @@ def generate_arguments(arguments: list[str]) -> argparse.Namespace:
         "--alignments", action="store_true",
         help="a tab and SOURCE-TARGET pairs of words, counted from 0, that attention joins, behind each line",
     )  # fmt: skip
+    parser.add_argument(
+        "--layer", type=int, metavar="N",
+        help="with --alignments: the decoder layer whose attention it is, -1 for the last (default: the mean of all)",
+    )  # fmt: skip
     parser.add_argument("--cut", action="store_true", help="cut texts that are too long, with a warning")
     _add_machine(parser)
     shown = parser.add_mutually_exclusive_group()
@@ -160,6 +164,8 @@ def generate_arguments(arguments: list[str]) -> argparse.Namespace:
         parser.error("expected texts or --input, not both")
     _check_drawing(parser, parsed)
     _check_beams(parser, parsed)
+    if parsed.layer is not None and not parsed.alignments:
+        parser.error("expected --layer with --alignments, got --layer without --alignments")
     if parsed.alignments and parsed.table:
         parser.error("expected --alignments or --table, not both")
     if parsed.alignments and parsed.cut:

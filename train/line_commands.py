@@ -14,7 +14,7 @@ import rich.console
 import rich.table
 
 from tfm.answering import Answer
-from tfm.decoding.alignment import pharaoh
+from tfm.decoding.alignment import check_layer, pharaoh
 from tfm.decoding.mbr import MinimumBayesRisk
 from tfm.decoding.requests import Decoding
 from tfm.decoding.sampling import Greedy, Samples, Sampling
@@ -51,6 +51,7 @@ def generate(arguments: argparse.Namespace) -> int:
     prefix = arguments.prefix or ""
     known_ids("prefix", [prefix], model.target_tokenizer)  # says what is wrong also where no text will come
     model.generate([], constraints=constraints)
+    check_layer(arguments.layer, model.config.decoder_layers)
     asked: dict[str, Any] = dict(
         name=name, max_tokens=arguments.max_tokens, sampler=sampler, seed=seed, constraints=constraints, prefix=prefix,
         long_texts="cut" if arguments.cut else "error",
@@ -67,7 +68,7 @@ def generate(arguments: argparse.Namespace) -> int:
         _print_table([pair for group in answers for pair in group], headings)
         return 0
     for group in answers:
-        links = _word_pairs(model, group) if arguments.alignments else itertools.repeat(None)
+        links = _word_pairs(model, group, arguments.layer) if arguments.alignments else itertools.repeat(None)
         for text, found in group:
             padded = [*found, *[None] * (num_best - len(found))]
             for rank, answer in enumerate(padded, 1):
@@ -97,10 +98,12 @@ def _constraints(arguments: argparse.Namespace) -> TextConstraints | None:
     return TextConstraints(**given) if given else None
 
 
-def _word_pairs(model: TextModel, group: Sequence[tuple[str, list[Answer]]]) -> Iterator[list[tuple[int, int]]]:
+def _word_pairs(
+    model: TextModel, group: Sequence[tuple[str, list[Answer]]], layer: int | None
+) -> Iterator[list[tuple[int, int]]]:
     """Which words of its text each answer looked at, in order."""
     pairs = [(text, answer) for text, found in group for answer in found]
-    aligned = model.align([text for text, _ in pairs], [answer for _, answer in pairs])
+    aligned = model.align([text for text, _ in pairs], [answer for _, answer in pairs], layer=layer)
     return (alignment.pairs for alignment in aligned)
 
 
