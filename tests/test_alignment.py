@@ -13,6 +13,7 @@ from mixtures import each_positions, name_of
 from tiny_models import V, random_ids, random_params, tiny_config, tiny_model
 from tolerances import assert_close
 
+from tfm.answering import Answer
 from tfm.buckets import Buckets
 from tfm.decoding.alignment import attention_weights, averaged, pharaoh, word_alignment
 from tfm.decoding.inference import teacher_forced
@@ -297,6 +298,13 @@ def test_scores_are_in_order_and_do_not_depend_on_the_batch(architecture):
     assert [one.score for one in one_by_one] == pytest.approx([one.score for one in scores], abs=1e-4)
 
 
+def answer_of(token: object) -> Answer:
+    """One of this token alone, whatever it is."""
+    answer = Answer("b", 0.0, [], finished=True)
+    answer.tokens.append(token)
+    return answer
+
+
 def test_pairs_that_cannot_be_are_refused_before_any_is_run(monkeypatch):
     model = text_model()
     monkeypatch.setattr("tfm.pairs.score", None)
@@ -309,6 +317,8 @@ def test_pairs_that_cannot_be_are_refused_before_any_is_run(monkeypatch):
             (["a", "b"], ["a", None], "expected a str as answer 1, got NoneType"),
             (["a", "b"], ["a", "\ud800"], "answer 1 is not Unicode text"),
             (["a"], ["我" * 40], r"expected answers of at most 30 tokens \(the model's max_target_length\), end token"),
+            (["a"], [answer_of(BPE.vocab_size)], f"expected ids from 0 to {BPE.vocab_size - 1} in answer 0, got"),
+            (["a"], [answer_of("x")], f"expected ids from 0 to {BPE.vocab_size - 1} in answer 0, got 'x'"),
             (["a" * 60], ["a"], r"expected texts of at most 60 tokens .* text 0 has 61"),
         ):
             with pytest.raises(ValueError, match=message):

@@ -289,6 +289,8 @@ def test_alpha_may_differ_by_row_and_a_row_may_want_nothing():
         ({"width": 0}, "expected a width from 1 to the vocabulary's 9, got 0"),
         ({"width": 10}, "expected a width from 1 to the vocabulary's 9, got 10"),
         ({"width": 2.5}, "expected a whole number as width, got 2.5"),
+        ({"width": "x"}, "expected a whole number as width, got 'x'"),
+        ({"groups": np.True_}, "expected a whole number of at least 1 as groups, got "),
         ({"groups": 3}, "expected groups that divide the width 4, got 3"),
         ({"groups": 0}, "expected a whole number of at least 1 as groups, got 0"),
         ({"groups": 2, "diversity": -1.0}, "expected diversity from 0 to 1000, got -1.0"),
@@ -309,6 +311,13 @@ def test_alpha_may_differ_by_row_and_a_row_may_want_nothing():
 def test_settings_that_cannot_be(changes, message):
     with pytest.raises(ValueError, match=message):
         BeamSearch(**changes).check(3, vocab_size=9)
+
+
+def test_numpys_whole_numbers_are_those_of_python():
+    search = BeamSearch(width=np.int64(4), num_best=np.uint8(2), groups=np.int32(2))
+    search.check(3, vocab_size=9)
+    assert search == BeamSearch(width=4, num_best=2, groups=2)
+    assert {type(number) for number in (search.width, search.num_best, search.groups)} == {int}
 
 
 @pytest.mark.parametrize(("alpha", "used"), [(np.nan, 0.0), (-1.0, 0.0), (1e9, 10.0)])

@@ -236,3 +236,24 @@ def test_a_failed_save_is_an_error_that_names_the_step(tmp_path: Path, monkeypat
     checkpoints.close()
     with Checkpoints(tmp_path, CheckpointConfig()) as checkpoints:
         assert checkpoints.restore_latest({"x": jnp.float32(0)}).step == 4
+
+
+def test_where_no_folder_can_be_made_the_error_comes_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Before orbax is asked, whose threads would wait for the folder."""
+    mkdir = Path.mkdir
+
+    def refuse(path: Path, *arguments, **options) -> None:
+        if path.parent == tmp_path / "checkpoints":
+            raise PermissionError(13, "Permission denied", str(path))
+        mkdir(path, *arguments, **options)
+
+    with Checkpoints(tmp_path / "checkpoints", CheckpointConfig()) as checkpoints:
+        checkpoints.save(4, {"x": jnp.float32(1)}, {}, Progress())
+        checkpoints.wait()
+        with monkeypatch.context() as patch:
+            patch.setattr(Path, "mkdir", refuse)
+            patch.setattr(checkpoints._manager, "save", lambda *_, **__: pytest.fail("orbax was asked"))
+            with pytest.raises(OSError, match=r"checkpoint of step 5 could not be written to .*: Permission denied"):
+                checkpoints.save(5, {"x": jnp.float32(1)}, {}, Progress())
+        checkpoints.save(5, {"x": jnp.float32(1)}, {}, Progress())
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["4", "5"]

@@ -6,7 +6,7 @@ import sys
 from typing import Literal, get_args, get_origin
 
 import pytest
-from command_line import errors
+from command_line import TFM, errors
 
 from tfm.config import preset
 from train import schema
@@ -205,5 +205,25 @@ def test_init_never_overwrites(tmp_path, capsys):
     assert main(["init", str(path)]) == 2
     assert path.read_text() == "precious"
     assert "mine.toml exists" in errors(capsys)
+    assert main(["init", ""]) == 2
+    assert "got ''" in errors(capsys)
     assert main(["init", "-"]) == 0
     assert capsys.readouterr().out == template()
+
+
+def test_init_leaves_no_half_recipe_on_a_full_disk(tmp_path):
+    limited = (
+        "import resource, signal, sys; from train.cli import main\n"
+        "signal.signal(signal.SIGXFSZ, signal.SIG_IGN); resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))\n"
+        "sys.exit(main(['init', 'mine.toml']))"
+    )
+    done = subprocess.run([sys.executable, "-c", limited], capture_output=True, text=True, cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (2, "tfm: error: mine.toml: File too large\n")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("arguments", [["init", "-"], ["generate", "--help"], ["--version"]])
+def test_output_that_cannot_be_written_is_a_mistake(arguments):
+    with open("/dev/full", "w") as full:  # noqa: PTH123
+        done = subprocess.run([*TFM, *arguments], stdout=full, stderr=subprocess.PIPE, text=True)
+    assert (done.returncode, done.stderr) == (2, "tfm: error: standard output: No space left on device\n")

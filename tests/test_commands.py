@@ -29,6 +29,8 @@ def test_a_run_goes_on_from_its_folder_alone_and_says_what_more_steps_mean_for_t
     assert (outcome["step"], outcome["steps_made"]) == (8, 2)
     assert "steps were 6 and are now 8" in err
     assert "cosine" in err
+    assert main(["train", "--run", str(run), "--steps", "5"]) == 0  # it has made more
+    assert "steps were" not in capsys.readouterr().err
 
 
 def test_a_changed_setting_is_refused_by_name(trained, capsys):
@@ -152,6 +154,19 @@ def test_a_config_that_is_none_is_one_error(tmp_path, capsys, content):
 def test_info_passes_over_lines_of_the_record_that_are_none(trained, tmp_path, capsys):
     shutil.copytree(trained / "run", tmp_path / "run")
     with (tmp_path / "run" / "metrics.jsonl").open("a") as file:
-        file.write('5\n{"step": 3}\n{"split": "train"}\n{"st')
+        file.write('5\n{"step": 3}\n{"split": "train"}\n{"step": 3, "split": ["x"]}\n')
+        file.write("[" * 100_000 + '\n{"step": null, "split": "train"}\n{"step": 3, "split": "train", "loss": 1')
+        file.write("0" * 400 + '}\n{"st')
+    answers(capsys, ["info", tmp_path / "run"])
     found, expected = (result(capsys, ["info", folder, "--json"]) for folder in (tmp_path / "run", trained / "run"))
     assert found["metrics"] == expected["metrics"]
+
+
+@pytest.mark.parametrize("content", [b'{"name": "mine"}', b'{"a', b"\xff", b"[]"])
+def test_a_config_beside_a_model_that_is_no_runs_is_none_of_its_business(trained, tmp_path, capsys, content):
+    shutil.copytree(trained / "run" / "best", tmp_path / "best")
+    (tmp_path / "config.json").write_bytes(content)
+    assert len(answers(capsys, ["generate", tmp_path / "best", "abc"])) == 1
+    (tmp_path / "checkpoints").mkdir()
+    assert main(["generate", str(tmp_path / "best"), "abc"]) == 2
+    assert f"{tmp_path / 'config.json'} does not describe a run" in errors(capsys)

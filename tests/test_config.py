@@ -27,6 +27,7 @@ from train.config import (
     to_dict,
     to_json,
 )
+from train.template import template
 
 KEYS = sorted(schema.flatten(TrainConfig()))
 
@@ -180,6 +181,14 @@ def test_all_problems_of_a_file_are_named_at_once():
     assert len(error.value.problems) == 5
     for words in ("steps: expected a whole number, got 'many'", "data.trian", "model.model_dim", "optimizer.beta1"):
         assert words in str(error.value)
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_preset_counts_in_the_recipe_to_start_from(name, tmp_path):
+    recipe = tmp_path / "mine.toml"
+    text = template().replace("\n# preset =\n", f'\npreset = "{name}"\n')
+    recipe.write_text(text.replace("\nshared = false\n", "\nshared = true\n"))  # of which a preset may make use
+    assert load_recipe(recipe).model == preset(name)
 
 
 def test_a_preset_is_resolved_and_what_stands_beside_it_wins():

@@ -217,8 +217,11 @@ def test_it_works_inside_a_callers_jit():
     ("changes", "message"),
     [
         ({"min_tokens": -1}, "expected min_tokens a whole number from 0 to .*, got -1"),
-        ({"min_tokens": 2.5}, r"expected min_tokens as a whole number .*, one or 4, one a row, got float64"),
-        ({"min_tokens": True}, "expected min_tokens as a whole number .*, got bool"),
+        ({"min_tokens": 2.5}, "expected min_tokens as a whole number .*, one or 4, one a row, got 2.5"),
+        ({"min_tokens": True}, "expected min_tokens as a whole number .*, got True"),
+        ({"min_tokens": 10**20}, f"expected min_tokens as a whole number .*, one or 4, one a row, got {10**20}"),
+        ({"min_tokens": "x"}, "expected min_tokens as a whole number .*, one or 4, one a row, got 'x'"),
+        ({"min_ratio": 10**400}, "expected min_ratio a finite number of at least 0, got 1000"),
         ({"min_tokens": [1, 2]}, r"one or 4, one a row, got int64 of shape \(2,\)"),
         ({"min_tokens": 9}, r"expected room for 9 tokens \(min_tokens\) in row 1, got a limit of 8"),
         ({"min_ratio": 3.0}, r"expected room for 15 tokens \(min_ratio\) in row 0, got a limit of 10"),

@@ -437,12 +437,18 @@ def test_what_cannot_be_is_refused(config):
         jax.jit(lambda limit: refuse(max_tokens=limit, capacity=None))(3)
 
 
-def test_limits_of_another_shape_are_refused():
+def test_arguments_of_another_kind_are_refused():
     config = CONFIGS[0]
     refuse = functools.partial(inspect.unwrap(generate), tiny_model(config), random_params(config), SOURCE)
     for max_tokens, found in (([1, 2], r"int64 of shape \(2,\)"), (2.5, r"float64 of shape \(\)")):
         with pytest.raises(ValueError, match=f"expected one max_tokens or 6, one a row, as whole numbers, got {found}"):
             refuse(max_tokens=max_tokens, capacity=CAPACITY)
+    for capacity in (4.0, "4"):
+        with pytest.raises(ValueError, match=f"expected a whole number as capacity, got {capacity!r}"):
+            refuse(max_tokens=1, capacity=capacity)
+    for sampler in (Greedy(), Sampling()):
+        with pytest.raises(ValueError, match=r"expected a threefry key, .* got 3"):
+            refuse(max_tokens=1, capacity=CAPACITY, sampler=sampler, key=3)
 
 
 def test_lists_are_as_good_as_arrays():

@@ -82,6 +82,13 @@ def test_what_is_no_array_of_whole_numbers_is_refused():
         run(SOURCE, None, TARGET > 0)
     with pytest.raises(ValueError, match=r"expected tokens as whole numbers \[B, T\], got int32 of shape \(6,\)"):
         step(TARGET[:, 0])
+    for capacity in (4.0, "4", None, True):
+        with pytest.raises(ValueError, match=f"expected a whole number as capacity, got {capacity!r}"):
+            run(SOURCE, capacity=capacity)
+    logits, _ = run(SOURCE, capacity=np.int64(CAPACITY))
+    assert logits.shape == (T, 1, V)
+    with pytest.raises(ValueError, match="expected the cache of a prefill or of an earlier step, got None"):
+        step(TARGET[:, :1], cache=None)
 
 
 @both_architectures

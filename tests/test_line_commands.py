@@ -282,7 +282,7 @@ def test_each_right_answer_is_scored_and_the_splits_of_a_run_too(trained, tmp_pa
 )
 def test_a_pair_that_cannot_be_scored_is_named_after_those_before_it(trained, capsys, monkeypatch, bad, words):
     run = str(trained / "run")
-    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"abc\tA\nbad\tB\n" + bad + b"\nabc\tA\n")))
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"abc\tA\n  \n" + bad + b"\nabc\tA\n")))
     capsys.readouterr()
     assert main(["score", run]) == 2
     out, err = capsys.readouterr()

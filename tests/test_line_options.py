@@ -73,6 +73,11 @@ def test_a_long_text_is_an_error_or_cut_with_a_warning(trained, capsys):
     assert err.startswith(
         "tfm: warning: 1 of 2 texts cut to 16 tokens, the model's max_source_length; the longest had 55;"
     )
+    assert err.endswith(f" the first is {long!r}\n")
+    with warnings.catch_warnings():
+        warnings.simplefilter("default")
+        assert main(["generate", run, long * 2, "--cut"]) == 0
+    assert capsys.readouterr().err.endswith(f" the first is {(long * 2)[:59] + '…'!r}\n")
 
 
 @pytest.mark.parametrize("way", [[], ["--stream"]], ids=["whole", "stream"])

@@ -211,6 +211,17 @@ def test_changed_settings_are_named_and_nothing_is_touched(finished, tmp_path: P
     assert snapshot(tmp_path) == before
 
 
+@pytest.mark.parametrize("name", ["best", "last"])
+def test_a_damaged_model_folder_is_named_before_the_first_step(finished, tmp_path: Path, name: str):
+    shutil.copytree(finished[0], tmp_path / "copy")
+    folder = tmp_path / "copy"
+    (folder / "run" / name / "config.json").write_text("{}")
+    before = snapshot(folder)
+    with pytest.raises(ValueError, match=f"expected a model folder, .* at .*/{name}; not replacing"):
+        run(tiny_config(finished[0], steps=33), folder)
+    assert snapshot(folder) == before
+
+
 def test_changed_data_is_noticed(finished, tmp_path: Path):
     folder, _, _ = finished
     shutil.copytree(folder, tmp_path / "copy")

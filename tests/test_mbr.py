@@ -162,11 +162,12 @@ def test_settings_are_checked() -> None:
     for fine in (MinimumBayesRisk(), MinimumBayesRisk(1), MinimumBayesRisk(4, "bleu", 4), MinimumBayesRisk(2, overlap)):
         fine.check()
     assert MinimumBayesRisk() == MinimumBayesRisk(num_samples=32, utility="chrf", num_best=1)
-    assert len({MinimumBayesRisk(), MinimumBayesRisk(32)}) == 1, "it can be a key"
+    assert len({MinimumBayesRisk(), MinimumBayesRisk(32), MinimumBayesRisk(np.int64(32))}) == 1, "it can be a key"
     for settings, message in (
-        ({"num_samples": 0}, "expected num_samples of at least 1, got 0"),
-        ({"num_samples": 2.0}, "expected a whole number as num_samples, got 2.0"),
-        ({"num_samples": True}, "expected a whole number as num_samples, got True"),
+        ({"num_samples": 0}, "expected a whole number from 1 to 4096 as num_samples, got 0"),
+        ({"num_samples": 2.0}, "expected a whole number from 1 to 4096 as num_samples, got 2.0"),
+        ({"num_samples": True}, "expected a whole number from 1 to 4096 as num_samples, got True"),
+        ({"num_samples": 10**12}, "expected a whole number from 1 to 4096 as num_samples, got 1000000000000"),
         ({"num_best": 0}, "expected num_best from 1 to num_samples, 32, got 0"),
         ({"num_samples": 4, "num_best": 5}, "expected num_best from 1 to num_samples, 4, got 5"),
         ({"num_best": None}, "expected a whole number as num_best, got None"),

@@ -5,6 +5,7 @@ import functools
 import inspect
 import math
 import random
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -333,6 +334,16 @@ def test_a_warmup_may_be_for_less(shapes, model):
         model.warmup(source_lengths=[71])
     with pytest.raises(ValueError, match=r"batch sizes of at least 1, got \[0\]"):
         model.warmup(batch_sizes=[0])
+    refuse = inspect.unwrap(TextModel.warmup)
+    for option, words in (
+        ("batch_sizes", "batch sizes of at least 1"),
+        ("source_lengths", "source lengths from 1 to 70"),
+    ):
+        for given, shown in ((3, "3"), (["x"], r"\['x'\]"), ([1.5], r"\[1.5\]"), ([True], r"\[True\]")):
+            with pytest.raises(ValueError, match=f"expected {words}, got {shown}"):
+                refuse(model, **{option: given})
+    with pytest.raises(ValueError, match="expected several constraints, got 3"):
+        refuse(model, constraints=3)
 
 
 # Parts and folders
@@ -467,6 +478,9 @@ def test_numpys_whole_numbers_are_whole_numbers(model):
     texts = random_texts(3, longest=15)
     asked = model.generate(texts, max_tokens=np.int64(70), sampler=Sampling(), seed=np.uint32(2**32 - 1))
     assert asked == model.generate(texts, max_tokens=70, sampler=Sampling(), seed=2**32 - 1)
+    small = make_model(max_batch=np.int64(2), max_batch_tokens=np.int32(4096))
+    assert small.warmup(batch_sizes=np.array([2]), source_lengths=[np.int64(3)]) == 1
+    assert_equal(small.generate(texts, max_tokens=5), model.generate(texts, max_tokens=5))
 
 
 @pytest.mark.parametrize("max_tokens", [0, -1, 151, True])
@@ -491,7 +505,7 @@ def test_a_sampler_out_of_range(model):
 
 
 def test_one_text_where_several_are_expected(model):
-    with pytest.raises(ValueError, match="put one text into a list"):
+    with pytest.raises(ValueError, match="put one into a list"):
         model.generate("abc", sampler=Greedy())
 
 
@@ -502,9 +516,18 @@ def test_what_a_model_is_called(model):
 
 
 @pytest.mark.parametrize("option", ["max_batch", "max_batch_tokens"])
-def test_a_batch_that_holds_nothing(option):
-    with pytest.raises(ValueError, match=f"expected {option} of at least 1, got 0"):
-        make_model(**{option: 0})
+def test_a_batch_that_cannot_be(option):
+    refuse = inspect.unwrap(TextModel.__init__)
+    for number, words in (
+        (0, f"{option} of at least 1, got 0"),
+        (1.5, f"a whole number as {option}, got 1.5"),
+        ("x", f"a whole number as {option}, got 'x'"),
+        (None, f"a whole number as {option}, got None"),
+        (True, f"a whole number as {option}, got True"),
+        (math.nan, f"a whole number as {option}, got nan"),
+    ):
+        with pytest.raises(ValueError, match=f"expected {words}"):
+            refuse(object.__new__(TextModel), CONFIG, make_params(), TOKENIZER, TOKENIZER, **{option: number})
 
 
 def test_parts_that_do_not_belong_together():
@@ -515,6 +538,14 @@ def test_parts_that_do_not_belong_together():
         TextModel(CONFIG, make_params(), other, TOKENIZER)
 
 
+@pytest.mark.parametrize("params", [None, 3, []])
+def test_what_is_no_tree_of_parameters(model, params):
+    with pytest.raises(
+        ValueError, match=f"expected parameters as a tree of named arrays, got {re.escape(repr(params))}"
+    ):
+        inspect.unwrap(TextModel.replace_params)(model, params)
+
+
 def test_a_seed_is_any_whole_number_or_one_for_each_text(model):
     hot = dict(sampler=Sampling(temperature=2.0), max_tokens=6)
     for seed in (np.array(7), jnp.int32(7), np.uint8(7)):
@@ -522,8 +553,14 @@ def test_a_seed_is_any_whole_number_or_one_for_each_text(model):
     each = model(["a b", "c", "a b"], seed=np.array([3, 4, 5]), **hot)
     assert each == model(["a b", "c", "a b"], seed=iter([3, 4, 5]), **hot)
     assert [each[2], each[0]] == model(["a b", "a b"], seed=[5, 3], **hot)
-    refuse = inspect.unwrap(TextModel.generate)
-    for seed, words in (([1], "a seed for each of 2 texts, got 1"), ([1, -1], "as seed, got -1"), (b"ab", "got b'ab'")):
+    refuse = inspect.unwrap(TextModel.generate_n_best)
+    for seed, words in (
+        ([1], "a seed for each of 2 texts, got 1"),
+        ([1, -1], "as seed, got -1"),
+        (b"ab", "got b'ab'"),
+        (jax.random.key(0), "as seed, got Array"),
+        (jax.random.split(jax.random.key(0)), "as seed, got"),
+    ):
         with pytest.raises(ValueError, match=words):
             refuse(model, ["a b", "c"], seed=seed, **hot)
 

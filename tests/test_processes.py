@@ -54,6 +54,14 @@ def test_a_reader_that_goes_away_ends_it_quietly(trained):
     assert process.returncode == 141
 
 
+@pytest.mark.parametrize("options", [[], ["--stream"], ["--table"], ["--json", "--n-best", "60", "--samples", "60"]])
+def test_answers_that_cannot_be_written_are_a_mistake(trained, options):
+    with open("/dev/full", "w") as full:  # noqa: PTH123
+        ask = [*TFM, "generate", str(trained / "run"), "abc", *options]
+        done = subprocess.run(ask, stdout=full, stderr=subprocess.PIPE, text=True)
+    assert (done.returncode, done.stderr) == (2, "tfm: error: standard output: No space left on device\n")
+
+
 def test_closed_output_ends_without_a_traceback(trained):
     code = (
         f"import sys; sys.stdout = None; from train.cli import main; sys.exit(main(['info', {str(trained / 'run')!r}]))"

@@ -5,6 +5,7 @@ import io
 import json
 import math
 import struct
+import sys
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ import rich.console
 from tensorboardX.event_file_writer import EventsWriter
 from tensorboardX.proto import event_pb2
 
-from train.progress import Reporter, cut_back
+from train.progress import Reporter, cut_back, whole_row
 
 
 def train_row(step: int, **numbers):
@@ -84,9 +85,36 @@ def test_a_resumed_record_has_the_rows_up_to_its_step_and_no_torn_one(tmp_path: 
     assert sorted(path.name for path in tmp_path.iterdir()) == ["metrics.jsonl", "tensorboard"]
 
 
+NO_ROWS = [
+    b"mine", b"[1]", b'{"a": 1}', b'{"step": 3}', b"\xff", b"[" * 100_000,
+    b'{"step": 3, "split": ["x"]}', b'{"step": 3, "split": "\\ud800"}', b'{"step": null, "split": "train"}',
+    b'{"step": "3", "split": "train"}', b'{"step": true, "split": "train"}', b'{"step": 3.0, "split": "train"}',
+    b'{"step": -99999999999999999999999, "split": "train"}', b'{"step": 9223372036854775808, "split": "train"}',
+    b'{"step": 3, "split": "train", "loss": 1' + b"0" * 400 + b"}", b'{"step": 3, "split": "train", "loss": "abc"}',
+    b'{"step": 3, "split": "train", "loss": 1e999}', b'{"step": 3, "split": "train", "loss": true}',
+    b'{"step": 3, "split": "train", "\\ud800": 1}',
+    b'{"step": 3, "split": "train", "seconds": null}', b'{"step": 3, "split": "train", "seconds": "x"}',
+    b'{"step": 3, "split": "validation", "samples": [1]}', b'{"step": 3, "split": "validation", "samples": 5}',
+    b'{"step": 3, "split": "validation", "samples": [{"source": "a", "hypothesis": "b", "references": [1]}]}',
+]  # fmt: skip
+
+
+def test_lines_that_are_no_rows_are_none():
+    assert [line for line in NO_ROWS if whole_row(line + b"\n") is not None] == []
+    rows = [train_row(3, loss=None), train_row(3, loss=10**300), train_row(3, loss=math.nan), validation_row(2**63 - 1)]
+    assert [row for row in rows if whole_row(json.dumps(row).encode() + b"\n") is None] == []
+
+
+def test_the_largest_numbers_fit_tensorboard(tmp_path: Path):
+    rows = [train_row(3, loss=10**300), train_row(2**63 - 1, loss=math.nan, seconds=sys.float_info.max)]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    make_record(tmp_path, [], step=2**63 - 1)
+    assert [step for step, *_ in events_in(tmp_path)] == [3, 2**63 - 1]
+
+
 def test_lines_that_are_no_rows_stay_where_they_are(tmp_path: Path):
     make_record(tmp_path, [train_row(10)])
-    foreign = b'mine\n[1]\n{"a": 1}\n{"step": null, "split": "x"}\n{"step": "20", "split": "x"}\n{"step": 3}\n'
+    foreign = b"".join(line + b"\n" for line in NO_ROWS)
     with (tmp_path / "metrics.jsonl").open("ab") as file:
         file.write(foreign)
     before = (tmp_path / "metrics.jsonl").read_bytes()

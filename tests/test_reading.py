@@ -77,8 +77,9 @@ def test_empty_pairs_are_rows(tmp_path):
     assert read_examples([write(tmp_path, "x.tsv", "a\tb\n\n\tb\na\t\na\t\tb\t\n")]) == Examples(
         ["a", "", "", "a", "a"], [["b"], [""], ["b"], [""], ["b"]]
     )
-    records = json_lines({"source": "a", "target": []}, {"source": "", "target": ""}) + "\n"
-    assert read_examples([write(tmp_path, "x.jsonl", records)]) == Examples(["a", "", ""], [[""], [""], [""]])
+    records = json_lines({"source": "a", "target": []}, {"source": "", "target": ""}) + "\n \t\n"
+    assert read_examples([write(tmp_path, "x.jsonl", records)]) == Examples(["a", "", "", ""], [[""]] * 4)
+    assert read_examples([write(tmp_path, "x.tsv", "a\tb\n  \n")]) == Examples(["a", "  "], [["b"], [""]])
     lines = write(tmp_path, "a", "\n"), write(tmp_path, "b", "\n")
     assert read_examples(lines) == Examples([""], [[""]])
 
@@ -121,6 +122,8 @@ def test_a_format_that_is_asked_for_goes_before_the_ending(tmp_path):
         ("x.jsonl", b'{"source": "a", "target": null}', "line 1: expected a string or a list of strings in 't"),
         ("x.jsonl", b'{"source": "a", "target": ["b", 1]}', "line 1: expected a string or a list of strings in 't"),
         ("x.jsonl", b'{"source": "\\ud83d", "target": "b"}', "line 1: expected Unicode text, got half of a surrogate"),
+        ("x.jsonl", b'\n{"source": "a", "source": "b", "target": "c"}', "line 2: not JSON that can be read: "
+         "expected each key once in an object, got 'source' twice"),
         ("x.jsonl", b"[" * 100_000, "line 1: not JSON that can be read"),
         ("x.jsonl", b"9" * 10_000, "line 1: not JSON that can be read"),
     ],
@@ -176,6 +179,8 @@ def test_what_is_no_file_is_refused(tmp_path):
         read_examples([tmp_path / "absent.tsv"])
     with pytest.raises(DataError, match=f"^{tmp_path}: .* Is a directory"):
         read_examples([tmp_path])
+    with pytest.raises(DataError, match=r"^'': expected the name of a file"):
+        read_examples([""])
 
 
 @pytest.mark.parametrize(

@@ -76,6 +76,29 @@ def test_what_was_made_for_a_run_that_did_not_come_to_be_is_taken_away(tmp_path:
     assert (folder.path / ".lock").is_file()
 
 
+def test_a_run_that_the_disk_has_no_room_for_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    folder, fsync, left = RunFolder(tmp_path / "new"), os.fsync, [2]
+
+    def full_disk(descriptor: int) -> None:
+        left[0] -= 1
+        if left[0] < 0:
+            raise OSError(28, "No space left on device")
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", full_disk)
+    for room in range(3):  # for no tokenizer, for one, for both
+        left[0] = room
+        with pytest.raises(OSError, match=r"No space left on device: '.*new/"), folder.locked():
+            folder.create(TrainConfig(), *tokenizers())
+        assert list(tmp_path.iterdir()) == []
+
+
+def test_a_link_that_leads_nowhere_is_no_folder(tmp_path: Path):
+    (tmp_path / "run").symlink_to(tmp_path / "gone")
+    with pytest.raises(ValueError, match=r"expected a folder for the run, got .*run, a link that leads nowhere"):
+        RunFolder(tmp_path / "run").is_run()
+
+
 def test_a_lock_that_was_taken_away_meanwhile_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Who opens the file just before its holder removes it must not hold another file than the next one."""
     flock, removed = fcntl.flock, []

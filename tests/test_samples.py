@@ -79,15 +79,23 @@ def test_samples_come_as_often_as_they_are_likely():
 def test_what_varies_compiles_nothing(config):
     run(config, Samples(R))
     with count_compilations() as compilations:
-        run(config, Samples(R, Sampling(temperature=0.5, top_p=0.8)), max_tokens=[1, 2, 3], key=jax.random.key(8))
+        run(
+            config,
+            Samples(np.int64(R), Sampling(temperature=0.5, top_p=0.8)),
+            max_tokens=[1, 2, 3],
+            key=jax.random.key(8),
+        )
     assert compilations.count == 0, compilations.names
 
 
 @pytest.mark.parametrize(
     ("search", "message"),
     [
-        (Samples(0), "expected a whole number of at least 1 as num_samples, got 0"),
-        (Samples(True), "expected a whole number of at least 1 as num_samples, got True"),
+        (Samples(0), "expected a whole number from 1 to 4096 as num_samples, got 0"),
+        (Samples(True), "expected a whole number from 1 to 4096 as num_samples, got True"),
+        (Samples(4097), "expected a whole number from 1 to 4096 as num_samples, got 4097"),
+        (Samples(10**20), f"expected a whole number from 1 to 4096 as num_samples, got {10**20}"),
+        (Samples(2, num_best=1.0), "expected num_best from 1 to the 2 samples, got 1.0"),
         (Samples(2, num_best=3), "expected num_best from 1 to the 2 samples, got 3"),
         (Samples(2, Sampling(top_p=0.0)), "expected top_p more than 0"),
         (Samples(2, Greedy()), r"expected Sampling\(…\) as sampler of samples, got Greedy"),

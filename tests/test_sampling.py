@@ -1,3 +1,5 @@
+import warnings
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -128,6 +130,14 @@ def test_min_p_of_1_keeps_all_equals():
     assert set(drawn.tolist()) == {4, 7}
 
 
+@pytest.mark.parametrize("temperature", [1e300, 10**20, 10**400])
+def test_a_huge_temperature_is_a_number_like_others(temperature):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        sampler = Sampling(temperature=temperature).as_arrays(1)
+    assert sampler.temperature == np.float32(1e20 if temperature == 10**20 else np.inf)
+
+
 def test_infinite_temperature_is_an_even_draw():
     drawn = np.asarray(pick(Sampling(temperature=1e30), jnp.broadcast_to(LOGITS, (DRAWS, V)), keys(DRAWS)))
     assert p_value(drawn, np.full(V, 1 / V)) > FALSE_ALARM
@@ -191,6 +201,10 @@ def test_all_numbers_are_traced():
     [
         ({"temperature": -0.1}, "expected temperature at least 0, got -0.1"),
         ({"temperature": float("nan")}, "expected temperature at least 0, got nan"),
+        ({"temperature": "x"}, "expected temperature at least 0, got 'x'"),
+        ({"temperature": None}, "expected temperature at least 0, got None"),
+        ({"temperature": True}, "expected temperature at least 0, got True"),
+        ({"min_p": [[0.1], [0.1, 0.2]]}, r"expected min_p from 0 to 1, got \[\[0.1\], \[0.1, 0.2\]\]"),
         ({"top_k": -1}, r"expected top_k a whole number from 0 to 2\*\*31 - 1, got -1"),
         ({"top_k": 2.5}, r"expected top_k a whole number from 0 to 2\*\*31 - 1, got 2.5"),
         ({"top_k": 2**40}, r"expected top_k a whole number from 0 to 2\*\*31 - 1, got 1099511627776"),

@@ -2,6 +2,7 @@
 
 import errno
 import json
+import pathlib
 import random
 
 import numpy as np
@@ -66,6 +67,26 @@ def test_what_may_not_be_read(folder, reader, monkeypatch):
     monkeypatch.setattr(reader, refused)
     with pytest.raises(ValueError, match=r"expected a model folder that can be read, got .*denied: .*model"):
         load_model(folder)
+
+
+def test_parameters_that_may_not_be_read(folder, monkeypatch):
+    """safetensors itself would say that there is no such file."""
+    opened = pathlib.Path.open
+
+    def refuse(path, *arguments, **options):
+        if path.name == "model.safetensors":
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return opened(path, *arguments, **options)
+
+    monkeypatch.setattr(pathlib.Path, "open", refuse)
+    with pytest.raises(ValueError, match=r"expected a model folder that can be read, .*denied: .*model\.safetensors"):
+        load_model(folder)
+
+
+def test_a_folder_without_a_name():
+    for use in (load_model, lambda folder: save(folder, make_params())):
+        with pytest.raises(ValueError, match="expected a model folder with a name of its own, got /"):
+            use("/")
 
 
 def test_a_newer_format(folder):

@@ -1,6 +1,7 @@
 """Rules and prefixes in text: what is asked for is in the text that comes, or is refused before any work."""
 
 import dataclasses
+import inspect
 import math
 
 import numpy as np
@@ -142,7 +143,16 @@ def test_a_phrase_is_found_at_the_beginning_and_within():
             r"expected room for 21 tokens \(min_tokens\) in row 0, .* 20",
         ),
         ({"constraints": TextConstraints(no_repeat_ngram=1.5)}, "expected no_repeat_ngram as a whole number"),
-        ({"constraints": TextConstraints(repetition_penalty=None)}, "expected repetition_penalty as from 0.01 to 100"),
+        (
+            {"constraints": TextConstraints(repetition_penalty=None)},
+            "expected one number as repetition_penalty, got None",
+        ),
+        ({"constraints": TextConstraints(repetition_penalty=10**400)}, "expected repetition_penalty from .* got .1000"),
+        ({"constraints": TextConstraints(min_tokens=10**20)}, f"expected min_tokens as a whole .*got .*{10**20}"),
+        ({"constraints": TextConstraints(min_tokens=2.5)}, r"expected min_tokens as a whole .*got .*2\.5"),
+        ({"constraints": [TextConstraints(min_tokens="x"), None]}, "expected one number as min_tokens, got 'x'"),
+        ({"constraints": [TextConstraints(min_tokens=True), None]}, "expected one number as min_tokens, got True"),
+        ({"constraints": 3}, "expected several constraints, got 3"),
         ({"constraints": TextConstraints(min_ratio=[1.0])}, r"expected one number as min_ratio, got \[1.0\]"),
         ({"constraints": TextConstraints(banned_phrases="a b")}, "expected several phrases, got 'a b'"),
         ({"constraints": TextConstraints(banned_phrases=[""])}, "expected a phrase of at least one token, got ''"),
@@ -154,14 +164,21 @@ def test_a_phrase_is_found_at_the_beginning_and_within():
         ),
         ({"constraints": [None]}, "expected constraints for all texts or for each of 2, got 1"),
         ({"prefixes": ["a"]}, "expected a prefix for each of 2 texts, got"),
-        ({"prefixes": "ab"}, "expected a prefix for each of 2 texts, got 'ab'"),
+        ({"prefixes": "ab"}, "expected several prefixes, got 'ab'; put one into a list"),
+        ({"prefixes": 3}, "expected several prefixes, got 3"),
         ({"prefixes": ["a", "zebra"]}, "expected a prefix that the tokenizer knows, got 'zebra'"),
     ],
 )
 def test_what_cannot_be_is_refused(model, arguments, message):
     with count_compilations() as compilations, pytest.raises(ValueError, match=message):
-        model.generate(["a", "b"], max_tokens=20, **arguments)
+        inspect.unwrap(TextModel.generate_n_best)(model, ["a", "b"], max_tokens=20, **arguments)
     assert "jit(generate_rows)" not in compilations.names
+
+
+def test_prefixes_may_be_any_iterable(model):
+    assert model(["a", "b"], max_tokens=4, prefixes=iter(["a", ""])) == model(
+        ["a", "b"], max_tokens=4, prefixes=["a", ""]
+    )
 
 
 def test_rules_are_checked_without_texts(model):

@@ -5,7 +5,6 @@
 
 import dataclasses
 import itertools
-import operator
 import sys
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
@@ -16,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from tfm.buckets import Buckets, Shape, power_of_two
+from tfm.checks import several, whole_number
 from tfm.config import ModelConfig
 from tfm.decoding.constraints import Constraints
 from tfm.decoding.mbr import MinimumBayesRisk, rank_by_utility
@@ -24,7 +24,7 @@ from tfm.decoding.sampling import Greedy, Sampling
 from tfm.nn.params import Params
 from tfm.nn.transformer import Model
 from tfm.pairs import check_lengths, check_texts
-from tfm.text_constraints import EachText, encode_constraints, known_ids, rows_of
+from tfm.text_constraints import encode_constraints, known_ids, rows_of
 from tfm.tokenizer import Tokenizer
 
 _MAX_SEED = 2**32 - 1
@@ -100,15 +100,13 @@ class Engine:
         *,
         max_tokens: SupportsIndex | None,
         sampler: Decoding,
-        seed: SupportsIndex | Iterable[SupportsIndex],
-        constraints: EachText | None,
-        prefixes: Sequence[str] | None,
+        seed: Any,
+        constraints: Any,
+        prefixes: Any,
         long_texts: Literal["error", "cut"],
     ) -> Asked:
         """Checks requests: see `TextModel.generate`."""
-        if isinstance(texts, str) or not isinstance(texts, Iterable):
-            raise ValueError(f"expected several texts, got {texts!r}; put one text into a list")
-        texts = list(texts)
+        texts = several("texts", texts)
         limit = self.checked_max_tokens(max_tokens)
         sampler = traceable(sampler, self.config.target_vocab_size)
         seeds, places = _seeds(seed, len(texts))
@@ -129,7 +127,7 @@ class Engine:
         """A limit of tokens, if there is one. Raises ValueError for one that cannot be."""
         if max_tokens is None:
             return None
-        number, most = _whole_number(max_tokens), self.config.max_target_length
+        number, most = whole_number(max_tokens), self.config.max_target_length
         if number is None or not 1 <= number <= most:
             raise ValueError(
                 f"expected max_tokens from 1 to {most} (the model's max_target_length), got {max_tokens!r}"
@@ -145,10 +143,11 @@ class Engine:
         sources = self.source_tokenizer.encode_batch(list(texts))
         long = [i for i, ids in enumerate(sources) if len(ids) >= most]
         if long_texts == "cut" and long:
-            longest = max(len(sources[i]) for i in long) + 1
+            longest, first = max(len(sources[i]) for i in long) + 1, texts[long[0]]
+            shown = first if len(first) <= 60 else f"{first[:59]}…"
             warnings.warn(
                 f"{len(long)} of {len(texts)} texts cut to {most} tokens, the model's max_source_length; the longest "
-                f"had {longest}; the first is {texts[long[0]]!r:.60}",
+                f"had {longest}; the first is {shown!r}",
                 stacklevel=_first_level_outside(),
             )
             sources = [ids[: most - 1] for ids in sources]
@@ -156,14 +155,15 @@ class Engine:
         check_lengths(sources, "text", most, "max_source_length")
         return sources
 
-    def prompts(self, prefixes: Sequence[str] | None, count: int) -> list[list[int]]:
+    def prompts(self, prefixes: Any, count: int) -> list[list[int]]:
         """The decoder's first tokens for each text. Raises ValueError for the first prefix that cannot be one."""
         start = [self.config.start_id]
         if prefixes is None:
             return [start] * count
-        if isinstance(prefixes, str) or len(prefixes) != count:
-            raise ValueError(f"expected a prefix for each of {count} texts, got {prefixes!r}")
-        prompts = [start + ids for ids in known_ids("prefix", list(prefixes), self.target_tokenizer)]
+        given = several("prefixes", prefixes)
+        if len(given) != count:
+            raise ValueError(f"expected a prefix for each of {count} texts, got {given!r}")
+        prompts = [start + ids for ids in known_ids("prefix", given, self.target_tokenizer)]
         most = self.config.max_target_length
         for i, ids in enumerate(prompts):
             if len(ids) > most:
@@ -282,12 +282,12 @@ def _least_risk(search: MinimumBayesRisk, samples: list[Answer]) -> list[Answer]
 
 def _seeds(seed: Any, count: int) -> tuple[np.ndarray, np.ndarray]:
     """Each text's seed and place: with one seed for all, the places tell them apart."""
-    number = _whole_number(seed)  # first: an array of no axes calls itself iterable
-    if number is None and isinstance(seed, Iterable) and not isinstance(seed, str | bytes):
+    number = whole_number(seed)  # first: an array of no axes calls itself iterable
+    if number is None and np.iterable(seed) and not isinstance(seed, str | bytes):
         given = list(seed)
         if len(given) != count:
             raise ValueError(f"expected a seed for each of {count} texts, got {len(given)}")
-        numbers, places = [_whole_number(one) for one in given], np.zeros(count, np.int32)
+        numbers, places = [whole_number(one) for one in given], np.zeros(count, np.int32)
     else:
         given = [seed] * max(count, 1)
         numbers, places = [number] * len(given), np.arange(count, dtype=np.int32)
@@ -295,16 +295,6 @@ def _seeds(seed: Any, count: int) -> tuple[np.ndarray, np.ndarray]:
         if number is None or not 0 <= number <= _MAX_SEED:
             raise ValueError(f"expected a whole number from 0 to {_MAX_SEED} as seed, got {one!r}")
     return np.array(numbers[:count], np.uint32), places
-
-
-def _whole_number(value: object) -> int | None:
-    """A whole number of any type, NumPy's too, but no bool; None for anything else."""
-    if isinstance(value, bool):
-        return None
-    try:
-        return operator.index(value)  # type: ignore[arg-type]
-    except TypeError:
-        return None
 
 
 def _first_level_outside() -> int:

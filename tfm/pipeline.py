@@ -22,13 +22,17 @@ are as near to each other, the other may come.
 
 import copy
 import dataclasses
+import math
 import os
 import typing
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from typing import Any, Literal, SupportsIndex, TypedDict, Unpack, overload
+
+import numpy as np
 
 from tfm.answering import Answer, Engine
 from tfm.buckets import Buckets
+from tfm.checks import checked_whole_number, several, whole_number
 from tfm.config import ModelConfig
 from tfm.decoding.beam import BeamSearch
 from tfm.decoding.mbr import MinimumBayesRisk
@@ -51,7 +55,7 @@ class Options(TypedDict, total=False):
     sampler: Decoding
     seed: SupportsIndex | Iterable[SupportsIndex]
     constraints: EachText | None
-    prefixes: Sequence[str] | None
+    prefixes: Iterable[str] | None
     long_texts: Literal["error", "cut"]
 
 
@@ -61,8 +65,8 @@ def load(
     weights: str = "auto",
     cache: str = "auto",
     attention_kernel: Kernel = "auto",
-    max_batch: int = 64,
-    max_batch_tokens: int = 16_384,
+    max_batch: SupportsIndex = 64,
+    max_batch_tokens: SupportsIndex = 16_384,
 ) -> "TextModel":
     """Loads a model folder, as training and `save_model` write it, onto the default device.
 
@@ -104,8 +108,8 @@ class TextModel:
         weights: str = "auto",
         cache: str = "auto",
         attention_kernel: Kernel = "auto",
-        max_batch: int = 64,
-        max_batch_tokens: int = 16_384,
+        max_batch: SupportsIndex = 64,
+        max_batch_tokens: SupportsIndex = 16_384,
     ) -> None:
         """Joins the parts.
 
@@ -129,9 +133,8 @@ class TextModel:
             ValueError: weights or a cache that there are not, or parameters or tokenizers that do not belong to
                 `config`.
         """
-        for name, value in (("max_batch", max_batch), ("max_batch_tokens", max_batch_tokens)):
-            if value < 1:
-                raise ValueError(f"expected {name} of at least 1, got {value}")
+        max_batch = _at_least_one("max_batch", max_batch)
+        max_batch_tokens = _at_least_one("max_batch_tokens", max_batch_tokens)
         if weights not in ("auto", *typing.get_args(Weights)):
             raise ValueError(f"expected weights 'auto', 'float32', 'bfloat16' or 'int8', got {weights!r}")
         check_tokenizers(config, source_tokenizer, target_tokenizer)
@@ -181,7 +184,7 @@ class TextModel:
         sampler: Decoding = Greedy(),  # noqa: B008 - frozen and without state
         seed: SupportsIndex | Iterable[SupportsIndex] = 0,
         constraints: EachText | None = None,
-        prefixes: Sequence[str] | None = None,
+        prefixes: Iterable[str] | None = None,
         long_texts: Literal["error", "cut"] = "error",
     ) -> list[Answer]:
         """Answers every text.
@@ -227,7 +230,7 @@ class TextModel:
         sampler: Decoding = BeamSearch(num_best=4),  # noqa: B008 - frozen and without state
         seed: SupportsIndex | Iterable[SupportsIndex] = 0,
         constraints: EachText | None = None,
-        prefixes: Sequence[str] | None = None,
+        prefixes: Iterable[str] | None = None,
         long_texts: Literal["error", "cut"] = "error",
     ) -> list[list[Answer]]:
         """Answers every text several times.
@@ -262,7 +265,7 @@ class TextModel:
         sampler: Sampler = Greedy(),  # noqa: B008 - frozen and without state
         seed: SupportsIndex | Iterable[SupportsIndex] = 0,
         constraints: EachText | None = None,
-        prefixes: Sequence[str] | None = None,
+        prefixes: Iterable[str] | None = None,
         long_texts: Literal["error", "cut"] = "error",
     ) -> Iterator[list[Answer]]:
         """Answers every text, and shows the answers while they are written.
@@ -333,18 +336,16 @@ class TextModel:
 
     def _pairs(self, texts: Any, answers: Any) -> tuple[list[Side], list[Side]]:
         """Texts and answers as ids. Raises ValueError for what cannot be a pair."""
-        for what, given in (("texts", texts), ("answers", answers)):
-            if isinstance(given, str) or not isinstance(given, Iterable):
-                raise ValueError(f"expected several {what}, got {given!r}; put one into a list")
-        texts, answers = list(texts), list(answers)
+        texts, answers = several("texts", texts), several("answers", answers)
         if len(texts) != len(answers):
             raise ValueError(f"expected an answer for each of {len(texts)} texts, got {len(answers)}")
         sources = [Side(text, ids) for text, ids in zip(texts, self._engine.sources(texts), strict=True)]
         check_texts([answer.text if isinstance(answer, Answer) else answer for answer in answers], "answer")
         encoded = iter(self.target_tokenizer.encode_batch([answer for answer in answers if isinstance(answer, str)]))
         end, targets = [self.target_tokenizer.end_id], []
-        for answer in answers:
+        for i, answer in enumerate(answers):
             if isinstance(answer, Answer):
+                _check_ids(answer, i, self.config.target_vocab_size)
                 was_ended = answer.finished or not answer.tokens  # a target has a token at least
                 targets.append(Side(answer.text, answer.tokens + end * was_ended, is_generated=True))
             else:
@@ -355,8 +356,8 @@ class TextModel:
     def warmup(
         self,
         *,
-        batch_sizes: Iterable[int] | None = None,
-        source_lengths: Iterable[int] | None = None,
+        batch_sizes: Iterable[SupportsIndex] | None = None,
+        source_lengths: Iterable[SupportsIndex] | None = None,
         max_tokens: SupportsIndex | None = None,
         sampler: Decoding = Greedy(),  # noqa: B008 - frozen and without state
         constraints: TextConstraints | None = None,
@@ -382,12 +383,11 @@ class TextModel:
             ValueError: an argument is out of range.
         """
         config, buckets = self.config, self._engine.buckets
-        sizes = [*range(1, buckets.max_batch + 1)] if batch_sizes is None else list(batch_sizes)
-        lengths = [*range(1, config.max_source_length + 1)] if source_lengths is None else list(source_lengths)
-        if any(size < 1 for size in sizes):
-            raise ValueError(f"expected batch sizes of at least 1, got {sizes}")
-        if any(not 1 <= length <= config.max_source_length for length in lengths):
-            raise ValueError(f"expected source lengths from 1 to {config.max_source_length}, got {lengths}")
+        longest = config.max_source_length
+        batch_sizes = range(1, buckets.max_batch + 1) if batch_sizes is None else batch_sizes
+        source_lengths = range(1, longest + 1) if source_lengths is None else source_lengths
+        sizes = _whole_numbers("batch sizes of at least 1", batch_sizes)
+        lengths = _whole_numbers(f"source lengths from 1 to {longest}", source_lengths, longest)
         asked = self._engine.ask(
             [""], max_tokens=max_tokens, sampler=sampler, seed=0, constraints=constraints, prefixes=None,
             long_texts="error",
@@ -413,3 +413,28 @@ class TextModel:
     def save(self, folder: str | os.PathLike[str]) -> None:
         """Writes a model folder that `load` reads: see `tfm.store.save_model`."""
         save_model(folder, self.config, self.params, self.source_tokenizer, self.target_tokenizer)
+
+
+def _at_least_one(what: str, given: object) -> int:
+    """Raises ValueError for what is no whole number of at least 1."""
+    number = checked_whole_number(what, given)
+    if number < 1:
+        raise ValueError(f"expected {what} of at least 1, got {number}")
+    return number
+
+
+def _whole_numbers(what: str, given: Any, most: int | float = math.inf) -> list[int]:
+    """Raises ValueError unless whole numbers from 1 to `most` came; `what` says which are expected."""
+    listed = list(given) if np.iterable(given) else [None]
+    numbers = [number for one in listed if (number := whole_number(one)) is not None and 1 <= number <= most]
+    if len(numbers) < len(listed):
+        raise ValueError(f"expected {what}, got {listed if np.iterable(given) else given!r}")
+    return numbers
+
+
+def _check_ids(answer: Answer, i: int, vocab_size: int) -> None:
+    """Raises ValueError for an answer with a token that the model does not have."""
+    for token in answer.tokens:
+        number = whole_number(token)
+        if number is None or not 0 <= number < vocab_size:
+            raise ValueError(f"expected ids from 0 to {vocab_size - 1} in answer {i}, got {token!r}")

@@ -72,12 +72,9 @@ def save_model(
     """
     check_params(config, params)
     check_tokenizers(config, source_tokenizer, target_tokenizer)
-    folder = Path(folder).resolve()
+    folder = _resolved(folder)
     incoming, previous = _sibling(folder, "incoming"), _sibling(folder, "previous")
-    if not _may_replace(folder):
-        raise ValueError(
-            f"expected a model folder, an empty folder or nothing at {folder}; not replacing what is there"
-        )
+    check_replaceable(folder)
     if previous.exists() and _is_vacant(folder):  # killed between the two renames
         if folder.exists():  # and then somebody made it anew
             folder.rmdir()
@@ -109,9 +106,17 @@ def load_model(folder: str | os.PathLike[str]) -> StoredModel:
             not belong to the config; the message names them.
     """
     try:
-        return _load(Path(folder).resolve())
+        return _load(_resolved(folder))
     except OSError as error:
         raise ValueError(f"expected a model folder that can be read, got {error}") from error
+
+
+def _resolved(folder: str | os.PathLike[str]) -> Path:
+    """Raises ValueError for the root of all folders, which has no siblings to swap with."""
+    path = Path(folder).resolve()
+    if not path.name:
+        raise ValueError(f"expected a model folder with a name of its own, got {path}")
+    return path
 
 
 def _load(folder: Path) -> StoredModel:
@@ -133,8 +138,10 @@ def _load(folder: Path) -> StoredModel:
     raise RuntimeError(f"{folder} was replaced again and again while it was read")
 
 
-def check_params(config: ModelConfig, params: Params) -> None:
+def check_params(config: ModelConfig, params: Any) -> None:
     """Raises ValueError, naming the arrays, if `params` are not exactly those of the model that `config` describes."""
+    if not isinstance(params, Mapping):
+        raise ValueError(f"expected parameters as a tree of named arrays, got {params!r:.80}")
     expected, found = _expected_shapes(config), dict(_flatten(params))
     if no_arrays := [f"{name} is {type(leaf).__name__}" for name, leaf in found.items() if not hasattr(leaf, "shape")]:
         raise ValueError(f"expected parameters as they were trained, arrays, got {_some(no_arrays)}")
@@ -197,6 +204,8 @@ def _read(folder: Path) -> StoredModel:
     if missing:
         raise ValueError(f"expected a model folder at {folder}, but it has no {', '.join(missing)}")
     config = _read_config(folder / _CONFIG)
+    with (folder / _PARAMS).open("rb"):
+        pass  # safetensors reports a file that may not be read as one that is not there
     try:
         arrays = safetensors.numpy.load_file(folder / _PARAMS)
     except (safetensors.SafetensorError, KeyError) as error:  # KeyError: a dtype that NumPy does not have
@@ -284,6 +293,14 @@ def _is_vacant(folder: Path) -> bool:
         return True
     except NotADirectoryError:
         return False
+
+
+def check_replaceable(folder: Path) -> None:
+    """Raises ValueError where `save_model` would refuse to write: something lies there that is no model folder."""
+    if not _may_replace(folder):
+        raise ValueError(
+            f"expected a model folder, an empty folder or nothing at {folder}; not replacing what is there"
+        )
 
 
 def _may_replace(folder: Path) -> bool:

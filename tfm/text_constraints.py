@@ -3,12 +3,13 @@
 import dataclasses
 import math
 import typing
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import jax
 import numpy as np
 
 from tfm.buckets import power_of_two
+from tfm.checks import real_numbers, several
 from tfm.config import ModelConfig
 from tfm.decoding.constraints import Constraints
 from tfm.tokenizer import Tokenizer
@@ -47,7 +48,7 @@ EachText = TextConstraints | Sequence[TextConstraints | None]
 
 
 def encode_constraints(
-    constraints: EachText | None, count: int, tokenizer: Tokenizer, config: ModelConfig
+    constraints: typing.Any, count: int, tokenizer: Tokenizer, config: ModelConfig
 ) -> Constraints | None:
     """The rules in ids, in NumPy, a row for each text; None where no text has any.
 
@@ -68,7 +69,7 @@ def encode_constraints(
     if isinstance(constraints, TextConstraints):
         given = [constraints] * max(count, 1)  # checked without texts, too
     else:
-        given = [TextConstraints() if one is None else one for one in constraints]
+        given = [TextConstraints() if one is None else one for one in several("constraints", constraints)]
         if len(given) != count:
             raise ValueError(f"expected constraints for all texts or for each of {count}, got {len(given)}")
     for one in given:
@@ -77,10 +78,9 @@ def encode_constraints(
     rows = {field.name: [getattr(one, field.name) for one in given] for field in dataclasses.fields(TextConstraints)}
     neutral = TextConstraints()
     fields = {name: _numbers(name, values) for name, values in rows.items() if not name.endswith("phrases")}
-    banned = [
-        [ids for phrase in _texts(row) for ids in _spellings(phrase, tokenizer)] for row in rows["banned_phrases"]
-    ]
-    required = [[_spelling_within(phrase, tokenizer) for phrase in _texts(row)] for row in rows["required_phrases"]]
+    banned, required = ([several("phrases", row) for row in rows[f"{kind}_phrases"]] for kind in ("banned", "required"))
+    banned = [[ids for phrase in row for ids in _spellings(phrase, tokenizer)] for row in banned]
+    required = [[_spelling_within(phrase, tokenizer) for phrase in row] for row in required]
     phrases = {"banned_phrases": banned, "required_phrases": required}
     rules = {name: values != getattr(neutral, name) for name, values in fields.items()}
     rules |= {name: np.array([bool(row) for row in lists]) for name, lists in phrases.items()}
@@ -124,12 +124,6 @@ def _is_no_text(tokenizer: Tokenizer, config: ModelConfig) -> np.ndarray:
     return (np.isin(ids, special) | (ids >= tokenizer.vocab_size)) & (ids != config.end_id)
 
 
-def _texts(phrases: typing.Any) -> list[typing.Any]:
-    if isinstance(phrases, str) or not isinstance(phrases, Iterable):
-        raise ValueError(f"expected several phrases, got {phrases!r}; put one into a list")
-    return list(phrases)
-
-
 def _spellings(phrase: typing.Any, tokenizer: Tokenizer) -> list[list[int]]:
     """The ids of a phrase at the beginning of a text and, where they are others, after a space.
 
@@ -149,8 +143,10 @@ def _spelling_within(phrase: typing.Any, tokenizer: Tokenizer) -> list[int]:
 
 
 def _numbers(name: str, values: Sequence[typing.Any]) -> np.ndarray:
-    if any(np.ndim(value) for value in values):
-        raise ValueError(f"expected one number as {name}, got {values[0]!r}")
+    for value in values:
+        number = real_numbers(value)
+        if number is None or number.ndim:
+            raise ValueError(f"expected one number as {name}, got {value!r}")
     return np.array(values)
 
 

@@ -105,7 +105,7 @@ def evaluate_arguments(arguments: list[str]) -> argparse.Namespace:
     )  # fmt: skip
     parser.add_argument(
         "--metrics", nargs="+", metavar="METRIC",
-        help="of loss, exact-match, wer, ter, bleu, chrf, rouge1, rouge2, rougeL (default: the run's own metric)",
+        help="of loss, exact-match, wer, ter, bleu, chrf, rouge1, rouge2, rougeL (default: loss and the run's own)",
     )  # fmt: skip
     parser.add_argument("--max-tokens", type=int, metavar="N", help="limit of generated tokens (default: the run's)")
     _add_decoding(parser)
@@ -141,7 +141,10 @@ def generate_arguments(arguments: list[str]) -> argparse.Namespace:
     )  # fmt: skip
     _add_decoding(parser)
     parser.add_argument(
-        "--n-best", type=int, metavar="N", help="N lines a line: the N best of --beams, --samples or --mbr, best first"
+        "--n-best",
+        type=int,
+        metavar="N",
+        help="N lines a line: the N best of --beams, --samples or --mbr, best first; blank ones where fewer are found",
     )
     _add_constraints(parser)
     parser.add_argument(
@@ -269,7 +272,13 @@ def _add_constraints(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     rules.add_argument("--no-repeat-ngram", type=int, metavar="N", help="no N tokens come twice (0: off)")
     rules.add_argument("--ban", nargs="+", action="extend", metavar="PHRASE", help="phrases that may not come")
-    rules.add_argument("--require", nargs="+", action="extend", metavar="PHRASE", help="phrases that must come")
+    rules.add_argument(
+        "--require",
+        nargs="+",
+        action="extend",
+        metavar="PHRASE",
+        help="phrases that must come; without --beams at the last moment before --max-tokens, so give it too",
+    )
     rules.add_argument("--prefix", metavar="TEXT", help="what each answer begins with")
 
 

@@ -29,6 +29,7 @@ _WAS_SAVED = ".saved"
 """Lies beside the checkpoints once one is complete: who loses all of them must not lose what came of them, too."""
 _DAMAGED = "damaged"
 _CHECKSUMS = "checksums.json"
+_PROBE = ".writable"
 _POLL_S = 0.005
 _READ_BYTES = 1 << 24
 
@@ -154,6 +155,7 @@ class Checkpoints:
             OSError: the save before this one failed.
         """
         self.wait()
+        self._check_writable(step)
         self._preserved.best_step = progress.best_step
         self._saving = step
         about = {
@@ -250,6 +252,17 @@ class Checkpoints:
         """Waits for the save in the background and ends orbax's threads."""
         self.wait()
         self._manager.close()
+
+    def _check_writable(self, step: int) -> None:
+        """Orbax's threads would wait to the time limit for a folder that cannot be made, and the process for them."""
+        probe = self.folder / _PROBE
+        try:
+            probe.mkdir(exist_ok=True)
+            probe.rmdir()
+        except OSError as error:
+            raise OSError(
+                f"the checkpoint of step {step} could not be written to {self.folder}: {error.strerror}"
+            ) from error
 
     def _restore(self, step: int, template: Any) -> Restored:
         """Reads one checkpoint; `DamagedCheckpointError` where its files are at fault rather than the template."""

@@ -9,10 +9,12 @@ reads the output any more · 143 stopped by SIGTERM. With TFM_TRACEBACK=1 a mist
 """
 
 import argparse
+import contextlib
+import io
 import os
 import sys
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -51,16 +53,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         if getattr(sys, name) is None:
             setattr(sys, name, Path(os.devnull).open("w"))  # noqa: SIM115 - for as long as the process lives
     try:
-        with warnings.catch_warnings():
+        with _named_output(), warnings.catch_warnings():
             warnings.showwarning = _show_warning
-            status = _dispatch(arguments)
-        sys.stdout.flush()
-        return status
-    except SystemExit as exit:  # --help
-        return exit.code if isinstance(exit.code, int) else 0
+            try:
+                status = _dispatch(arguments)
+            except SystemExit as exit:  # --help
+                status = exit.code if isinstance(exit.code, int) else 0
+            sys.stdout.flush()
+            return status
     except BrokenPipeError:
-        # What is left in the buffer has no reader either; without this Python would complain while it exits.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
     except KeyboardInterrupt:
         print("tfm: stopped", file=sys.stderr)
@@ -70,6 +71,39 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         print(f"tfm: error: {_one_line(error)}", file=sys.stderr)
         return 2
+
+
+class _StandardOutput(io.FileIO):
+    """Has the errors of writing name what cannot be written, as those of opening a file do."""
+
+    def write(self, data: Any) -> int:
+        try:
+            return super().write(data)
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, "standard output") from error
+
+
+@contextlib.contextmanager
+def _named_output() -> Iterator[None]:
+    """Has all that is printed in the block go through `_StandardOutput`, where it goes to a file or a pipe."""
+    plain = sys.stdout
+    if type(plain) is not io.TextIOWrapper:  # somebody's own, such as a test's or a notebook's
+        yield
+        return
+    plain.flush()
+    raw = _StandardOutput(plain.fileno(), "wb", closefd=False)
+    sys.stdout = io.TextIOWrapper(
+        io.BufferedWriter(raw), plain.encoding, plain.errors, line_buffering=plain.line_buffering
+    )
+    try:
+        yield
+    finally:
+        try:
+            sys.stdout.flush()
+        except OSError:
+            # What is left in the buffer cannot be written now either; without this Python would complain of it.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.stdout = plain
 
 
 def _show_warning(
@@ -199,11 +233,20 @@ def _init(arguments: list[str]) -> int:
     if parsed.file == "-":
         print(template(), end="")
         return 0
+    if not parsed.file:
+        raise UsageError("expected the name of a file to write, got ''")
     try:
-        with Path(parsed.file).open("x", encoding="utf-8") as file:
-            file.write(template())
+        file = Path(parsed.file).open("x", encoding="utf-8")  # noqa: SIM115 - a file of another's must not be removed
     except FileExistsError:
         raise UsageError(f"{parsed.file} exists already and was left as it is; give another name") from None
+    try:
+        with file:
+            file.write(template())
+    except BaseException as error:
+        Path(parsed.file).unlink()  # half a recipe would stand in the way of the next try
+        if isinstance(error, OSError):  # a full disk names no file by itself
+            raise OSError(error.errno, error.strerror, parsed.file) from error
+        raise
     print(f"{parsed.file}: fill in data.train, then: tfm train {parsed.file}", file=sys.stderr)
     return 0
 

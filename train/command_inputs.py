@@ -7,7 +7,7 @@ from pathlib import Path
 
 from tfm.decoding.beam import BeamSearch
 from tfm.pipeline import TextModel, load
-from train.config import DataConfig, TrainConfig, from_json
+from train.config import DataConfig, TrainConfig
 from train.data import load_splits, read_examples
 from train.device import use_device
 from train.run_folder import RunFolder
@@ -25,7 +25,7 @@ def find_model(path: Path) -> tuple[Path, TrainConfig | None]:
     if is_model(path):
         beside = path.absolute().parent / "config.json"
         inside = path.name in ("best", "last") and beside.is_file()
-        return path, from_json(beside.read_text(encoding="utf-8")) if inside else None
+        return path, _config_of_run(beside.parent) if inside else None
     if not (path / "config.json").is_file():
         raise ValueError(f"expected the folder of a run or of a model, got {path}, which is neither")
     config = RunFolder(path).read_config()
@@ -33,6 +33,19 @@ def find_model(path: Path) -> tuple[Path, TrainConfig | None]:
         if is_model(path / name):
             return path / name, config
     raise ValueError(f"the run in {path} has no model yet: one is written with its first validation or checkpoint")
+
+
+def _config_of_run(folder: Path) -> TrainConfig | None:
+    """The settings of the run around a model; None where the `config.json` there is of something else.
+
+    A run whose settings are damaged is an error: the model would silently answer by others.
+    """
+    try:
+        return RunFolder(folder).read_config()
+    except ValueError:
+        if any((folder / name).exists() for name in ("checkpoints", "metrics.jsonl", ".lock", ".saved")):
+            raise
+        return None
 
 
 def load_requested(arguments: argparse.Namespace) -> tuple[TextModel, TrainConfig | None]:

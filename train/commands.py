@@ -32,7 +32,7 @@ from train.evaluate import evaluate as evaluate_texts
 from train.evaluate import held_out_loss
 from train.optimizer import make_optimizer, peak_learning_rate
 from train.prepare import prepare
-from train.progress import Reporter
+from train.progress import Reporter, whole_row
 from train.run_folder import RunFolder
 from train.step import init_state, make_eval_step, make_train_step
 from train.tasks import Examples
@@ -44,8 +44,6 @@ def train(config: TrainConfig, run_dir: Path, *, as_json: bool) -> int:
     logging.getLogger("absl").setLevel(logging.CRITICAL)
     reporter = Reporter()
     folder = RunFolder(run_dir)
-    if folder.is_run() and (note := _schedule_note(folder.read_config(), config)):
-        reporter.warn(note)
     try:
         outcome = loop.train(config, run_dir, reporter=reporter)
     except KeyboardInterrupt:
@@ -59,17 +57,6 @@ def train(config: TrainConfig, run_dir: Path, *, as_json: bool) -> int:
     elif outcome.exit_status == 0:
         reporter.message(f"next: tfm evaluate {shlex.quote(str(run_dir))}")
     return outcome.exit_status
-
-
-def _schedule_note(old: TrainConfig, new: TrainConfig) -> str | None:
-    """What other steps mean for a schedule that ends with them; see `train.config.RESUME_MAY_CHANGE`."""
-    if old.steps == new.steps or new.optimizer.schedule not in ("cosine", "linear"):
-        return None
-    return (
-        f"steps were {old.steps:,} and are now {new.steps:,}: from here on the learning rate is that of a "
-        f"{new.optimizer.schedule} schedule over {new.steps:,} steps, so it jumps, and the run will differ from one "
-        f"that had them from the start"
-    )
 
 
 def dry_run(config: TrainConfig, *, as_json: bool) -> int:
@@ -232,14 +219,9 @@ def _cache_size(
 def _metrics_so_far(path: Path) -> dict[str, dict[str, Any]]:
     """The last row of each split, without samples."""
     rows: dict[str, dict[str, Any]] = {}
-    for line in path.read_bytes().splitlines() if path.is_file() else []:
-        try:
-            row = json.loads(line)
-        except ValueError:  # being written just now
-            continue
-        if not isinstance(row, dict) or not {"split", "step"} <= row.keys():
-            continue
-        rows[row.pop("split")] = {key: value for key, value in row.items() if key != "samples"}
+    for line in path.read_bytes().splitlines(keepends=True) if path.is_file() else []:
+        if (row := whole_row(line)) is not None:
+            rows[row.pop("split")] = {key: value for key, value in row.items() if key != "samples"}
     return rows
 
 

@@ -23,7 +23,7 @@ from tfm.nn.layers import compute_dtype
 from tfm.nn.params import count_params
 from tfm.nn.transformer import build_model
 from tfm.pipeline import TextModel
-from tfm.store import save_model
+from tfm.store import check_replaceable, save_model
 from tfm.text_metrics import HIGHER_IS_BETTER, signature
 from tfm.tokenizer import Tokenizer
 from train.checkpoint import Checkpoints, Progress
@@ -117,7 +117,10 @@ def train(config: TrainConfig, run_dir: str | Path, *, reporter: Reports) -> Out
         if folder.is_run():
             tokenizers = folder.read_tokenizers()
             config = with_tokenizers(config, *tokenizers)
-            _check_changes(folder, config)
+            before = with_absolute_paths(folder.read_config())
+            _check_changes(folder, before, config)
+            for model_folder in (folder.best, folder.last):
+                check_replaceable(model_folder)
             checkpoints = open_checkpoints(tokenizers)
             if (outcome := _complete(config, checkpoints)) is not None:
                 reporter.message(
@@ -126,6 +129,8 @@ def train(config: TrainConfig, run_dir: str | Path, *, reporter: Reports) -> Out
                 return outcome
             session = _Session(prepare(config, tokenizers), folder, checkpoints, reporter, signals)
             session.restore()
+            if note := _schedule_note(before, config):
+                reporter.warn(note)
         else:
             prepared = prepare(config)
             config = prepared.config
@@ -135,8 +140,8 @@ def train(config: TrainConfig, run_dir: str | Path, *, reporter: Reports) -> Out
         return session.run()
 
 
-def _check_changes(folder: RunFolder, config: TrainConfig) -> None:
-    changes = changed_fields(with_absolute_paths(folder.read_config()), config)
+def _check_changes(folder: RunFolder, before: TrainConfig, config: TrainConfig) -> None:
+    changes = changed_fields(before, config)
     refused = [f"{key} was {old!r}, now {new!r}" for key, (old, new) in changes.items() if key not in RESUME_MAY_CHANGE]
     if refused:
         raise ValueError(
@@ -144,6 +149,17 @@ def _check_changes(folder: RunFolder, config: TrainConfig) -> None:
             f"new run, or go on with the settings it has: tfm train --run {shlex.quote(str(folder.path))}. Only "
             f"{', '.join(sorted(RESUME_MAY_CHANGE))} may change"
         )
+
+
+def _schedule_note(old: TrainConfig, new: TrainConfig) -> str | None:
+    """What other steps mean for a schedule that ends with them; see `train.config.RESUME_MAY_CHANGE`."""
+    if old.steps == new.steps or new.optimizer.schedule not in ("cosine", "linear"):
+        return None
+    return (
+        f"steps were {old.steps:,} and are now {new.steps:,}: from here on the learning rate is that of a "
+        f"{new.optimizer.schedule} schedule over {new.steps:,} steps, so it jumps, and the run will differ from one "
+        f"that had them from the start"
+    )
 
 
 class _Session:

@@ -8,6 +8,7 @@ import contextlib
 import json
 import math
 import os
+import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -153,7 +154,7 @@ class Reporter:
         if self._board is None:
             return
         shown = [
-            summary.scalar(f"{row['split']}/{key}", value)
+            summary.scalar(f"{row['split']}/{key}", float(value))  # NumPy has no place for great whole numbers
             for key, value in row.items()
             if key not in _NOT_METRICS and value is not None
         ]
@@ -188,7 +189,7 @@ def cut_back(path: Path, step: int) -> list[dict[str, Any]]:
     rows, kept = [], []
     lines = path.read_bytes().splitlines(keepends=True)
     for line in lines:
-        row = _row(line)
+        row = whole_row(line)
         if row is not None and row["step"] <= step:
             rows.append(row)
         if line.endswith(b"\n") and (row is None or row["step"] <= step):
@@ -198,14 +199,47 @@ def cut_back(path: Path, step: int) -> list[dict[str, Any]]:
     return rows
 
 
-def _row(line: bytes) -> dict[str, Any] | None:
-    """A whole row of a run, or None."""
+def whole_row(line: bytes) -> dict[str, Any] | None:
+    """The row that a line of `metrics.jsonl` holds, or None: the line is being written, damaged, or a user's own."""
     try:
         row = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
-    is_row = isinstance(row, dict) and isinstance(row.get("step"), int) and isinstance(row.get("split"), str)
-    return row if is_row and line.endswith(b"\n") else None
+    return row if line.endswith(b"\n") and isinstance(row, dict) and _is_row(row) else None
+
+
+def _is_row(row: dict[str, Any]) -> bool:
+    """Whether all that reads rows can take this one, TensorBoard with its fixed widths included."""
+    step, seconds = row.get("step"), row.get("seconds", 0.0)
+    numbers = [value for key, value in row.items() if key not in _NOT_METRICS]
+    samples = row.get("samples", [])
+    return (
+        isinstance(step, int) and not isinstance(step, bool) and 0 <= step < 2**63
+        and _is_text(row.get("split"))
+        and _is_number(seconds)
+        and all(map(_is_text, row))
+        and all(value is None or _is_number(value) for value in numbers)
+        and isinstance(samples, list) and all(map(_is_sample, samples))
+    )  # fmt: skip
+
+
+def _is_sample(sample: Any) -> bool:
+    if not isinstance(sample, dict):
+        return False
+    references = sample.get("references")
+    texts = [sample.get("source"), sample.get("hypothesis")]
+    return isinstance(references, list) and all(map(_is_text, texts + references))
+
+
+def _is_number(value: Any) -> bool:
+    """JSON's whole numbers have no bound, and 1e999 is infinite."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return is_number and not abs(value) > sys.float_info.max
+
+
+def _is_text(value: Any) -> bool:
+    """Half of a surrogate pair, which JSON can spell, cannot be written."""
+    return isinstance(value, str) and not any("\ud800" <= character <= "\udfff" for character in value)
 
 
 def _short(text: str) -> str:

@@ -95,21 +95,24 @@ def _read_aligned(source_path: str | Path, target_path: str | Path) -> Iterator[
 def _read_tsv(path: str | Path) -> Iterator[_Row]:
     for number, line in enumerate(_lines(path), 1):
         source, *targets = line.split("\t")
-        if line and not targets:
+        if line.strip() and not targets:
             raise DataError(path, f"expected source<TAB>target, got no tab in {_shortened(line)}", number)
         yield source, targets
 
 
 def _read_jsonl(path: str | Path, source_field: str, target_field: str) -> Iterator[_Row]:
     for number, line in enumerate(_lines(path), 1):
-        if not line:
+        if not line.strip():
             yield "", [""]
             continue
         try:
-            record = json.loads(line)
+            record = json.loads(line, object_pairs_hook=_once_each)
         except json.JSONDecodeError as error:
             raise DataError(path, f"not JSON: {error.msg} at column {error.colno}", number) from None
-        except (ValueError, RecursionError) as error:  # a number of thousands of digits, nesting without end
+        except (
+            ValueError,
+            RecursionError,
+        ) as error:  # endless digits, endless nesting, a key twice
             raise DataError(path, f"not JSON that can be read: {error}", number) from None
         if not isinstance(record, dict):
             raise DataError(path, f"expected a JSON object, got {_shortened(line)}", number)
@@ -132,6 +135,8 @@ def _read_jsonl(path: str | Path, source_field: str, target_field: str) -> Itera
 def _lines(path: str | Path) -> Iterator[str]:
     """The lines of a file, without their ends. Raises DataError, after the last good line."""
     number = 0
+    if not str(path):  # which would be the working directory
+        raise DataError("''", "expected the name of a file, got an empty one")
     try:
         with contextlib.closing(_raw_lines(path)) as lines:
             for number, line in enumerate(lines, 1):
@@ -165,6 +170,16 @@ def _raw_lines(path: str | Path) -> Generator[str, None, None]:
                 yield line
             else:  # the whole file
                 yield from line.removesuffix("\r").split("\r")
+
+
+def _once_each(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object; of two values for one key, nobody knows which is meant."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        keys = [key for key, _ in pairs]
+        twice = next(key for key in found if keys.count(key) > 1)
+        raise ValueError(f"expected each key once in an object, got {_shortened(twice)} twice")
+    return found
 
 
 def _shortened(text: str) -> str:

@@ -48,6 +48,8 @@ class RunFolder:
         if self.config_path.is_file():
             self.read_config()
             return True
+        if self.path.is_symlink() and not self.path.exists():
+            raise ValueError(f"expected a folder for the run, got {self.path}, a link that leads nowhere")
         if self.path.exists() and not self.path.is_dir():
             raise ValueError(f"expected a folder for the run, got the file {self.path}")
         known = _UNFINISHED if (self.path / _LOCK).is_file() else ()
@@ -121,15 +123,24 @@ class RunFolder:
     def _remove_nothing(self) -> None:
         """Takes away the folder that was made for a run which did not come to be; what else is in it stays."""
         with contextlib.suppress(OSError):
-            (self.path / _LOCK).unlink()
+            for path in self._tokenizers:
+                path.unlink(missing_ok=True)
+            if (tokenizers := self._tokenizers[0].parent).is_dir():
+                tokenizers.rmdir()
+            (self.path / _LOCK).unlink()  # not before the others: beside it they are known as leftovers
             self.path.rmdir()
 
 
 def write_atomically(path: Path, content: bytes) -> None:
     """Replaces a file in one move: whoever reads it, and whenever this process dies, finds the old or the new one."""
     temporary = path.with_name(f"{path.name}.tmp")
-    with temporary.open("wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
+    try:
+        with temporary.open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
+        raise OSError(error.errno, error.strerror, str(path)) from error  # a full disk names no file by itself

@@ -168,7 +168,7 @@ def _line_seed(seed: int, number: int) -> int:
 
 
 def pair_rows(groups: Iterable[Group], *, name: str) -> Iterator[Sequence[Row]]:
-    """The rows of lines `source<TAB>target[<TAB>further target]`; an empty line is a pair of empty texts.
+    """The rows of lines `source<TAB>target[<TAB>further target]`; a blank line is a pair without text.
 
     Args:
         groups: of `group_lines`.
@@ -186,7 +186,7 @@ def pair_rows(groups: Iterable[Group], *, name: str) -> Iterator[Sequence[Row]]:
             except UnicodeDecodeError as error:
                 problem = f"{number}: expected UTF-8, got other bytes ({error})"
                 break
-            if source and not targets:
+            if source.strip() and not targets:
                 problem = f"{number}: expected source<TAB>target, got no tab in {source!r:.60}"
                 break
             rows.append((source, targets or [""]))

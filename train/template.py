@@ -17,6 +17,7 @@ _HEAD = """\
 #     tfm train THIS-FILE --dry-run     # reads the data and says what would be trained
 #     tfm train THIS-FILE
 """
+_OF_PRESETS = frozenset(f"model.{name}" for sizes in PRESETS.values() for name in sizes)
 
 
 def template() -> str:
@@ -27,7 +28,9 @@ def template() -> str:
             section = getattr(TrainConfig(), field.name)
             lines += ["", *_comment(_summary(type(section)), field.type), f"[{field.name}]"]
             if field.name == "model":
-                lines += [f"# The sizes of {', '.join(PRESETS)}; what is set beside it wins.", "# preset ="]
+                names = ", ".join(PRESETS)
+                what = f"The sizes of {names}. What is set beside it wins, so here what it may set stands in comments."
+                lines += [*_comment(what, str), "# preset ="]
             lines += _settings(section, f"{field.name}.")
     return "\n".join(lines) + "\n"
 
@@ -40,7 +43,10 @@ def _settings(section: Any, prefix: str) -> Iterator[str]:
             continue
         # TOML has no null: a size that follows from others is shown, not set.
         yield from _comment(docs[field.name].replace("`None`:", "left out:"), field.type)
-        yield f"# {field.name} =" if value is None else f"{field.name} = {_toml(value)}"
+        if value is None:
+            yield f"# {field.name} ="
+        else:
+            yield f"{'# ' if prefix + field.name in _OF_PRESETS else ''}{field.name} = {_toml(value)}"
 
 
 def _comment(text: str, annotation: Any) -> Iterator[str]:

@@ -6,7 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tfm.axes import Array, Int, KeyArray
+from tfm.axes import Array, Int
+from tfm.checks import checked_whole_number
 from tfm.decoding.constraints import Constraints
 from tfm.decoding.inference import complete_inputs
 from tfm.nn.transformer import Model
@@ -34,7 +35,7 @@ def checked_arguments(
     prompt_lengths: typing.Any,
     max_tokens: typing.Any,
     constraints: Constraints | None,
-    capacity: int | None,
+    capacity: typing.Any,
 ) -> tuple[Arguments, int]:
     """The arguments that all ways of generating share, and the capacity: see `tfm.decoding.generate.generate`.
 
@@ -44,17 +45,18 @@ def checked_arguments(
     config = model.config
     inputs = complete_inputs(model, source, source_lengths, prompt, prompt_lengths)
     batch, prompt_length = inputs[0].shape[0], inputs[2].shape[1]
-    capacity, limits = _limits(max_tokens, batch, prompt_length, config.max_target_length, capacity)
+    room = None if capacity is None else checked_whole_number("capacity", capacity)
+    room, limits = _limits(max_tokens, batch, prompt_length, config.max_target_length, room)
     if constraints is not None:
         if not isinstance(constraints, Constraints):
             raise ValueError(f"expected Constraints(…) as constraints, got {constraints!r}")
         constraints = constraints.as_arrays(batch=batch, vocab_size=config.target_vocab_size, end_id=config.end_id)
     if constraints is not None:
         constraints.check_room(limits, inputs[1])
-    return Arguments(*inputs, limits, constraints), capacity
+    return Arguments(*inputs, limits, constraints), room
 
 
-def row_keys(key: KeyArray | None, batch: int) -> Array:
+def row_keys(key: typing.Any, batch: int) -> Array:
     """A key for each row; without one, keys that nothing will draw from.
 
     Raises:
@@ -62,7 +64,11 @@ def row_keys(key: KeyArray | None, batch: int) -> Array:
     """
     if key is None:
         key = jax.random.key(0, impl="threefry2x32")
-    kind = str(jax.random.key_impl(key)) if jnp.issubdtype(key.dtype, jax.dtypes.prng_key) else f"{key.dtype} array"
+    if not isinstance(key, jax.Array):
+        kind = repr(key)
+    else:
+        is_key = jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
+        kind = str(jax.random.key_impl(key)) if is_key else f"{key.dtype} array"
     if kind != "threefry2x32":  # with keys of another kind, what one row draws may depend on the others
         raise ValueError(f"expected a threefry key, as from jax.random.key(seed, impl='threefry2x32'), got {kind}")
     if key.ndim == 0:

@@ -41,6 +41,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from tfm.axes import Array, Bool, Float, Int
+from tfm.checks import checked_whole_number, keep_whole_numbers, whole_number
 from tfm.decoding.constraints import Constrained
 from tfm.decoding.growing import loop_while_growing
 from tfm.decoding.top_k import top_k
@@ -73,12 +74,13 @@ class BeamSearch:
     diversity: Float[Array, "*B"] | float = 0.5
     """λ between groups, from 0 to 1,000: one for all rows or one for each. Vijayakumar et al. found 0.2 to 0.8 good."""
 
+    def __post_init__(self) -> None:
+        keep_whole_numbers(self, "width", "num_best", "groups")
+
     def check(self, batch: int, vocab_size: int) -> None:
         """Raises ValueError for a setting out of its range; an α that is only known later is cut to its range."""
         for name in ("width", "num_best"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int):
-                raise ValueError(f"expected a whole number as {name}, got {value!r}")
+            checked_whole_number(name, getattr(self, name))
         if not 1 <= self.width <= vocab_size:
             raise ValueError(f"expected a width from 1 to the vocabulary's {vocab_size}, got {self.width}")
         if not 1 <= self.num_best <= self.width:
@@ -87,7 +89,8 @@ class BeamSearch:
             if getattr(self, name) not in typing.get_args(options):
                 expected = ", ".join(typing.get_args(options))
                 raise ValueError(f"expected a {name} of {expected}, got {getattr(self, name)!r}")
-        if isinstance(self.groups, bool) or not isinstance(self.groups, int) or self.groups < 1:
+        groups = whole_number(self.groups)
+        if groups is None or groups < 1:
             raise ValueError(f"expected a whole number of at least 1 as groups, got {self.groups!r}")
         if self.width % self.groups:
             raise ValueError(f"expected groups that divide the width {self.width}, got {self.groups}")

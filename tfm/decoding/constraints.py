@@ -26,6 +26,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from tfm.axes import Array, Bool, Float, Int
+from tfm.checks import cast, real_numbers
 from tfm.nn.transformer import join
 
 PENALTY_RANGE = (0.01, 100.0)
@@ -389,16 +390,17 @@ def _rows(value: Array | np.ndarray, batch: int, ndim: int) -> Array | np.ndarra
 def _numbers(
     name: str, value: typing.Any, batch: int, dtype: typing.Any, holds: typing.Any, wording: str
 ) -> Array | np.ndarray:
-    value = _array(value)
-    kind = jnp.integer if dtype is np.int32 else jnp.number
-    if value.dtype == bool or not jnp.issubdtype(value.dtype, kind) or value.shape not in ((), (batch,)):
+    numbers, kind = real_numbers(value), jnp.integer if dtype is np.int32 else jnp.number
+    if numbers is None or not jnp.issubdtype(numbers.dtype, kind):
+        raise ValueError(f"expected {name} as {wording}, one or {batch}, one a row, got {value!r}")
+    if numbers.shape not in ((), (batch,)):
         raise ValueError(
-            f"expected {name} as {wording}, one or {batch}, one a row, got {value.dtype} of shape {value.shape}"
+            f"expected {name} as {wording}, one or {batch}, one a row, got {numbers.dtype} of shape {numbers.shape}"
         )
-    known = _known(value)
+    known = _known(numbers)
     if known is not None and not np.all(holds(known)):
-        raise ValueError(f"expected {name} {wording}, got {known}")
-    return _rows(value.astype(dtype), batch, 0)
+        raise ValueError(f"expected {name} {wording}, got {value}")
+    return _rows(cast(numbers, dtype), batch, 0)
 
 
 def _phrases(name: str, value: typing.Any, batch: int, vocab_size: int) -> Array | np.ndarray:

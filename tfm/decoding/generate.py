@@ -3,6 +3,7 @@
 import functools
 import typing
 from collections.abc import Callable, Sequence
+from typing import SupportsIndex
 
 import jax
 import jax.numpy as jnp
@@ -36,7 +37,7 @@ def generate(
     sampler: Sampler = Greedy(),  # noqa: B008 - frozen and without state
     key: KeyArray | None = None,
     constraints: Constraints | None = None,
-    capacity: int | None = None,
+    capacity: SupportsIndex | None = None,
 ) -> Generation:
     """Continues every row until it ends or has its `max_tokens`; stops when all rows have.
 
@@ -70,14 +71,14 @@ def generate(
             range, more tokens required than a row may have, a sampler that draws without a key or with keys that are
             not threefry's.
     """
-    arguments, capacity = checked_arguments(
+    arguments, room = checked_arguments(
         model, source, source_lengths, prompt, prompt_lengths, max_tokens, constraints, capacity
     )
     batch = len(arguments.limits)
-    return _generate(model, params, arguments, as_traced(sampler, key, batch), row_keys(key, batch), capacity=capacity)
+    return _generate(model, params, arguments, as_traced(sampler, key, batch), row_keys(key, batch), capacity=room)
 
 
-def as_traced(sampler: typing.Any, key: KeyArray | None, batch: int) -> Sampler:
+def as_traced(sampler: typing.Any, key: typing.Any, batch: int) -> Sampler:
     """The sampler, checked, its numbers as arrays.
 
     Raises:
@@ -106,7 +107,7 @@ def generate_n_best(
     prompt: Int[Array | np.ndarray, "B T"] | Sequence[Sequence[int]] | None = None,
     prompt_lengths: Int[Array | np.ndarray, "B"] | Sequence[int] | None = None,
     constraints: Constraints | None = None,
-    capacity: int | None = None,
+    capacity: SupportsIndex | None = None,
 ) -> NBest:
     """The best continuations of every row that beam search finds, or several that were drawn.
 
@@ -135,18 +136,18 @@ def generate_n_best(
     """
     if not isinstance(search, BeamSearch | Samples):
         raise ValueError(f"expected BeamSearch(…) or Samples(…) as search, got {search!r}")
-    arguments, capacity = checked_arguments(
+    arguments, room = checked_arguments(
         model, source, source_lengths, prompt, prompt_lengths, max_tokens, constraints, capacity
     )
     batch = len(arguments.limits)
     if isinstance(search, BeamSearch):
         search.check(batch, model.config.target_vocab_size)
-        return _search(model, params, arguments, search.as_arrays(), capacity=capacity)
+        return _search(model, params, arguments, search.as_arrays(), capacity=room)
     search.check()
     sampler = as_traced(search.sampler, key, batch)
     number, num_best = search.num_samples, search.num_samples if search.num_best is None else search.num_best
     keys = row_keys(key, batch)
-    return _sample(model, params, arguments, sampler, keys, number=number, num_best=num_best, capacity=capacity)
+    return _sample(model, params, arguments, sampler, keys, number=number, num_best=num_best, capacity=room)
 
 
 @functools.partial(jax.jit, static_argnames=("model", "capacity", "width"))

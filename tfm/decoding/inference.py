@@ -8,12 +8,14 @@ and set of shapes.
 import functools
 import typing
 from collections.abc import Sequence
+from typing import SupportsIndex
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from tfm.axes import Array, Float, Int
+from tfm.checks import checked_whole_number
 from tfm.nn.cache import Cache
 from tfm.nn.params import Params
 from tfm.nn.transformer import Model
@@ -27,7 +29,7 @@ def prefill(
     prompt: Int[Array | np.ndarray, "B T"] | Sequence[Sequence[int]] | None = None,
     prompt_lengths: Int[Array | np.ndarray, "B"] | Sequence[int] | None = None,
     *,
-    capacity: int,
+    capacity: SupportsIndex,
 ) -> tuple[Float[Array, "B 1 V"], Cache]:
     """Reads source and prompt, once, and makes the cache.
 
@@ -48,8 +50,9 @@ def prefill(
             model accepts, or real tokens that are no ids of its vocabularies. Values that are only known when a
             caller's jit runs cannot be checked; there an id out of range counts as the nearest.
     """
+    number = checked_whole_number("capacity", capacity)
     inputs = complete_inputs(model, source, source_lengths, prompt, prompt_lengths)
-    return _prefill(model, params, *inputs, capacity=capacity)
+    return _prefill(model, params, *inputs, capacity=number)
 
 
 def complete_inputs(
@@ -130,6 +133,8 @@ def decode_step(
         ValueError: not whole numbers [B, T], tokens for another number of rows, none, more than the cache can hold, or
             a NumPy array or list with an id that the vocabulary does not have.
     """
+    if not isinstance(cache, Cache):
+        raise ValueError(f"expected the cache of a prefill or of an earlier step, got {cache!r}")
     tokens = _whole_numbers("tokens", "B, T", tokens)
     rows = cache.lengths.shape[0] * cache.width
     if tokens.shape[0] != rows:

@@ -24,7 +24,8 @@ from typing import Literal
 import numpy as np
 
 from tfm.axes import Float
-from tfm.decoding.sampling import Samples, Sampling
+from tfm.checks import checked_whole_number, keep_whole_numbers
+from tfm.decoding.sampling import Samples, Sampling, check_num_samples
 
 Utility = Literal["chrf", "bleu"]
 """chrF2 (Popović 2015) or smoothed BLEU of single texts, in percent: see `tfm.text_metrics.pairwise_scores`."""
@@ -39,7 +40,7 @@ class MinimumBayesRisk:
     """Draws texts, and answers with those of the highest expected utility."""
 
     num_samples: int = 32
-    """R: texts drawn for each source. Every two of them are compared."""
+    """R: texts drawn for each source, at most 4,096. Every two of them are compared."""
     utility: Utility | UtilityFunction = "chrf"
     """What is expected: a metric by name, or any function of a hypothesis and a pseudo-reference."""
     num_best: int = 1
@@ -47,14 +48,13 @@ class MinimumBayesRisk:
     sampler: Sampling = Sampling()  # noqa: RUF009 - frozen and without state
     """How they are drawn: at the model's own probabilities, or others where it says so."""
 
+    def __post_init__(self) -> None:
+        keep_whole_numbers(self, "num_samples", "num_best")
+
     def check(self) -> None:
         """Raises ValueError for a setting out of its range."""
-        for name in ("num_samples", "num_best"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int):
-                raise ValueError(f"expected a whole number as {name}, got {value!r}")
-        if self.num_samples < 1:
-            raise ValueError(f"expected num_samples of at least 1, got {self.num_samples}")
+        check_num_samples(self.num_samples)
+        checked_whole_number("num_best", self.num_best)
         if not 1 <= self.num_best <= self.num_samples:
             raise ValueError(f"expected num_best from 1 to num_samples, {self.num_samples}, got {self.num_best}")
         if not isinstance(self.sampler, Sampling):

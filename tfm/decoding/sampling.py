@@ -9,7 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from tfm.axes import Array, Float, Int, KeyArray
+from tfm.checks import cast, keep_whole_numbers, real_numbers, whole_number
 from tfm.decoding.top_k import top_k
+
+MAX_SAMPLES = 4096
+"""A row's samples are drawn side by side, each with its own part of the cache."""
 
 
 def likeliest(logits: Float[Array, "B V"]) -> Int[Array, "B"]:
@@ -58,8 +62,11 @@ class Sampling:
         }
         for name, (holds, wording) in ranges.items():
             value = getattr(self, name)
-            if not isinstance(value, jax.core.Tracer) and not np.all(holds(np.asarray(value))):
-                raise ValueError(f"expected {name} {wording}, got {value}")
+            if isinstance(value, jax.core.Tracer):
+                continue
+            number = real_numbers(value)
+            if number is None or not np.all(holds(np.asarray(number))):
+                raise ValueError(f"expected {name} {wording}, got {value!r}")
 
     def as_arrays(self, batch: int) -> "Sampling":
         """The same, checked, with each number as an array of one dtype: to jit, 1 and 1.0 are two kinds of argument."""
@@ -72,7 +79,7 @@ class Sampling:
                     f"expected one {field.name} or {batch}, one a row, got an array of shape {jnp.shape(value)}"
                 )
             known = not isinstance(value, jax.core.Tracer)
-            arrays[field.name] = np.asarray(value, dtype) if known else value.astype(dtype)
+            arrays[field.name] = cast(np.asarray(real_numbers(value)), dtype) if known else value.astype(dtype)
         return dataclasses.replace(self, **arrays)
 
     def pick(self, logits: Float[Array, "B V"], keys: KeyArray) -> Int[Array, "B"]:
@@ -112,6 +119,14 @@ class Sampling:
 Sampler = Greedy | Sampling
 
 
+def check_num_samples(given: object) -> int:
+    """Raises ValueError for a number of samples that cannot be drawn at once."""
+    number = whole_number(given)
+    if number is None or not 1 <= number <= MAX_SAMPLES:
+        raise ValueError(f"expected a whole number from 1 to {MAX_SAMPLES} as num_samples, got {given!r}")
+    return number
+
+
 @typing.no_type_check
 @flax.struct.dataclass
 class Samples:
@@ -122,18 +137,19 @@ class Samples:
     """
 
     num_samples: int = flax.struct.field(pytree_node=False, default=4)
-    """R: how many are drawn."""
+    """R: how many are drawn, at most 4,096; all of them lie in memory at once."""
     sampler: Sampling = Sampling()
     num_best: int | None = flax.struct.field(pytree_node=False, default=None)
     """How many are returned; None: all."""
 
+    def __post_init__(self) -> None:
+        keep_whole_numbers(self, "num_samples", "num_best")
+
     def check(self) -> None:
         """Raises ValueError for a setting out of its range."""
-        number = self.num_samples
-        if isinstance(number, bool) or not isinstance(number, int) or number < 1:
-            raise ValueError(f"expected a whole number of at least 1 as num_samples, got {number!r}")
-        best = number if self.num_best is None else self.num_best
-        if isinstance(best, bool) or not isinstance(best, int) or not 1 <= best <= number:
+        number = check_num_samples(self.num_samples)
+        best = number if self.num_best is None else whole_number(self.num_best)
+        if best is None or not 1 <= best <= number:
             raise ValueError(f"expected num_best from 1 to the {number} samples, got {self.num_best!r}")
         if not isinstance(self.sampler, Sampling):
             raise ValueError(f"expected Sampling(…) as sampler of samples, got {self.sampler!r}")

@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Iterator, Sequence
+from typing import SupportsIndex
 
 import jax
 import numpy as np
@@ -30,7 +31,7 @@ def stream(
     sampler: Sampler = Greedy(),  # noqa: B008 - frozen and without state
     key: KeyArray | None = None,
     constraints: Constraints | None = None,
-    capacity: int | None = None,
+    capacity: SupportsIndex | None = None,
 ) -> Iterator[Generation]:
     """Generates as `tfm.decoding.generate.generate` does, to the same end, and hands out all states on the way.
 
@@ -58,12 +59,12 @@ def stream(
     Raises:
         ValueError: as `generate`, before the first state is asked for.
     """
-    arguments, capacity = checked_arguments(
+    arguments, room = checked_arguments(
         model, source, source_lengths, prompt, prompt_lengths, max_tokens, constraints, capacity
     )
     batch = len(arguments.limits)
     sampler, keys = as_traced(sampler, key, batch), row_keys(key, batch)
-    return _states(model, params, arguments, sampler, keys, capacity)
+    return _states(model, params, arguments, sampler, keys, room)
 
 
 def _states(
