@@ -107,7 +107,7 @@ def test_rules_that_cannot_be_are_one_line(trained, capsys):
         (["--require", "Z"], "expected a phrase that the tokenizer knows, got 'Z'"),
         (["--prefix", "Z"], "expected a prefix that the tokenizer knows, got 'Z'"),
         (["--min-tokens=-1"], "expected min_tokens a whole number"),
-        (["--require", "A", "--ban", "A"], "without banned ones"),
+        (["--require", "A", "--ban", "A"], "without banned ones, got 'A' with 'A' in it"),
     ):
         for texts in (["abc"], [" "]):
             assert main(["generate", str(trained / "run"), *texts, *rules]) == 2

@@ -222,6 +222,14 @@ def test_a_damaged_model_folder_is_named_before_the_first_step(finished, tmp_pat
     assert snapshot(folder) == before
 
 
+def test_a_best_model_that_is_gone_is_said(finished, tmp_path: Path):
+    shutil.copytree(finished[0], tmp_path / "copy")
+    folder = tmp_path / "copy"
+    shutil.rmtree(folder / "run" / "best")
+    _, listener = run(tiny_config(finished[0], steps=31), folder)
+    assert f"WARNING: {folder / 'run' / 'best'} is gone, the model of step {finished[1].best_step}" in listener.text
+
+
 def test_changed_data_is_noticed(finished, tmp_path: Path):
     folder, _, _ = finished
     shutil.copytree(folder, tmp_path / "copy")

@@ -157,6 +157,10 @@ def test_a_phrase_is_found_at_the_beginning_and_within():
         ({"constraints": TextConstraints(banned_phrases="a b")}, "expected several phrases, got 'a b'"),
         ({"constraints": TextConstraints(banned_phrases=[""])}, "expected a phrase of at least one token, got ''"),
         ({"constraints": TextConstraints(required_phrases=["a x"])}, "expected a phrase that the tokenizer knows, got"),
+        (
+            {"constraints": [None, TextConstraints(required_phrases=["a", "b c d"], banned_phrases=["d e", "c d"])]},
+            "expected required_phrases without banned ones, got 'b c d' with 'c d' in it",
+        ),
         ({"constraints": TextConstraints(required_phrases=[3])}, "expected a str as phrase, got int"),
         (
             {"constraints": TextConstraints(required_phrases=["a " * 20])},

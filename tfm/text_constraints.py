@@ -1,6 +1,7 @@
 """What may and must come in answers, said in text; `tfm.decoding.constraints` says the same in ids."""
 
 import dataclasses
+import itertools
 import math
 import typing
 from collections.abc import Sequence
@@ -79,9 +80,12 @@ def encode_constraints(
     neutral = TextConstraints()
     fields = {name: _numbers(name, values) for name, values in rows.items() if not name.endswith("phrases")}
     banned, required = ([several("phrases", row) for row in rows[f"{kind}_phrases"]] for kind in ("banned", "required"))
-    banned = [[ids for phrase in row for ids in _spellings(phrase, tokenizer)] for row in banned]
-    required = [[_spelling_within(phrase, tokenizer) for phrase in row] for row in required]
-    phrases = {"banned_phrases": banned, "required_phrases": required}
+    phrases = {
+        "banned_phrases": [[ids for phrase in row for ids in _spellings(phrase, tokenizer)] for row in banned],
+        "required_phrases": [[_spelling_within(phrase, tokenizer) for phrase in row] for row in required],
+    }
+    for wanted, unwanted in set(zip(map(tuple, required), map(tuple, banned), strict=True)):
+        _check_apart(wanted, unwanted, tokenizer)
     rules = {name: values != getattr(neutral, name) for name, values in fields.items()}
     rules |= {name: np.array([bool(row) for row in lists]) for name, lists in phrases.items()}
     has_rules = np.any(list(rules.values()), axis=0)
@@ -140,6 +144,15 @@ def _spellings(phrase: typing.Any, tokenizer: Tokenizer) -> list[list[int]]:
 
 def _spelling_within(phrase: typing.Any, tokenizer: Tokenizer) -> list[int]:
     return _spellings(phrase, tokenizer)[-1]
+
+
+def _check_apart(required: Sequence[str], banned: Sequence[str], tokenizer: Tokenizer) -> None:
+    """Raises ValueError for a required phrase with a banned one in it; `Constraints` would name both by their ids."""
+    for phrase, other in itertools.product(required, banned):
+        ids = _spelling_within(phrase, tokenizer)
+        for spelling in _spellings(other, tokenizer):
+            if any(ids[i : i + len(spelling)] == spelling for i in range(len(ids))):
+                raise ValueError(f"expected required_phrases without banned ones, got {phrase!r} with {other!r} in it")
 
 
 def _numbers(name: str, values: Sequence[typing.Any]) -> np.ndarray:

@@ -203,6 +203,11 @@ class _Session:
         self._bad_in_row = int(self._state.skipped_in_row)
         self._window = Window(self._progress.window, begun=self._progress.seconds)
         self._clock = Clock(self._progress.seconds)
+        if self._progress.best_step is not None and not self._folder.best.exists():
+            self._reporter.warn(
+                f"{self._folder.best} is gone, the model of step {self._progress.best_step:,}: it will come again with "
+                f"the first better {self._config.validation.metric}"
+            )
         if restored.jax_version != jax.__version__:
             self._reporter.warn(
                 f"the checkpoint is from jax {restored.jax_version}, this is {jax.__version__}: the run goes on, but "
