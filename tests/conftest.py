@@ -71,7 +71,7 @@ def compile_fast() -> Iterator[None]:
 @pytest.fixture
 def compile_fully() -> Iterator[None]:
     """For a test of what the compiler makes, in a file of those that compile fast."""
-    from tiny_models import compiled_fast
+    from tiny_models import compiled_fully
 
-    with compiled_fast(False):
+    with compiled_fully():
         yield

@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 from compile_counter import count_compilations
-from test_pipeline import CONFIG, TOKENIZER, make_model, random_texts
+from text_models import CONFIG, TOKENIZER, make_model, random_texts
 
 from tfm.answering import Answer
 from tfm.decoding.beam import BeamSearch

@@ -35,9 +35,18 @@ def _fast_options(*given, **named):
     return options
 
 
-@contextlib.contextmanager
-def compiled_fast(fast: bool = True) -> Iterator[None]:
+def compiled_fast() -> contextlib.AbstractContextManager[None]:
     """For many programs that run a few times each: XLA leaves out its costly optimizations."""
+    return _compiled(fast=True)
+
+
+def compiled_fully() -> contextlib.AbstractContextManager[None]:
+    """As users' programs are, within a block that compiles fast."""
+    return _compiled(fast=False)
+
+
+@contextlib.contextmanager
+def _compiled(*, fast: bool) -> Iterator[None]:
     before = jax.config.values["jax_disable_most_optimizations"], compiler.get_compile_options
     jax.config.update("jax_disable_most_optimizations", fast)
     compiler.get_compile_options = _fast_options if fast and jax.__version_info__ < (0, 11) else _compile_options

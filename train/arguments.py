@@ -141,11 +141,9 @@ def generate_arguments(arguments: list[str]) -> argparse.Namespace:
     )  # fmt: skip
     _add_decoding(parser)
     parser.add_argument(
-        "--n-best",
-        type=int,
-        metavar="N",
+        "--n-best", type=int, metavar="N",
         help="N lines a line: the N best of --beams, --samples or --mbr, best first; blank ones where fewer are found",
-    )
+    )  # fmt: skip
     _add_constraints(parser)
     parser.add_argument(
         "--alignments", action="store_true",
@@ -273,12 +271,9 @@ def _add_constraints(parser: argparse.ArgumentParser) -> None:
     rules.add_argument("--no-repeat-ngram", type=int, metavar="N", help="no N tokens come twice (0: off)")
     rules.add_argument("--ban", nargs="+", action="extend", metavar="PHRASE", help="phrases that may not come")
     rules.add_argument(
-        "--require",
-        nargs="+",
-        action="extend",
-        metavar="PHRASE",
+        "--require", nargs="+", action="extend", metavar="PHRASE",
         help="phrases that must come; without --beams at the last moment before --max-tokens, so give it too",
-    )
+    )  # fmt: skip
     rules.add_argument("--prefix", metavar="TEXT", help="what each answer begins with")
 
 

@@ -109,10 +109,7 @@ def _read_jsonl(path: str | Path, source_field: str, target_field: str) -> Itera
             record = json.loads(line, object_pairs_hook=_once_each)
         except json.JSONDecodeError as error:
             raise DataError(path, f"not JSON: {error.msg} at column {error.colno}", number) from None
-        except (
-            ValueError,
-            RecursionError,
-        ) as error:  # endless digits, endless nesting, a key twice
+        except (ValueError, RecursionError) as error:  # endless digits, endless nesting, a key twice
             raise DataError(path, f"not JSON that can be read: {error}", number) from None
         if not isinstance(record, dict):
             raise DataError(path, f"expected a JSON object, got {_shortened(line)}", number)

@@ -26,7 +26,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from tfm.axes import Array, Bool, Float, Int
-from tfm.checks import cast, real_numbers
+from tfm.decoding.rule_arrays import (
+    as_array,
+    check_against_each_other,
+    checked_numbers,
+    checked_phrases,
+    for_each_row,
+    known_value,
+)
 from tfm.nn.transformer import join
 
 PENALTY_RANGE = (0.01, 100.0)
@@ -96,22 +103,22 @@ class Constraints:
         fields: dict[str, typing.Any] = {}
         for name, number in _NUMBERS.items():
             if (value := getattr(self, name)) is not None:
-                fields[name] = _numbers(name, value, batch, *number)
+                fields[name] = checked_numbers(name, value, batch, *number)
         if self.banned_tokens is not None:
-            banned = _array(self.banned_tokens)
+            banned = as_array(self.banned_tokens)
             if banned.dtype != bool or banned.shape not in ((vocab_size,), (batch, vocab_size)):
                 raise ValueError(
                     f"expected banned_tokens as booleans [{vocab_size}] or [{batch}, {vocab_size}], "
                     f"got {banned.dtype} of shape {banned.shape}"
                 )
-            fields["banned_tokens"] = _rows(banned, batch, 1)
+            fields["banned_tokens"] = for_each_row(banned, batch, 1)
         for name in ("banned_phrases", "required_phrases"):
             if (value := getattr(self, name)) is not None:
-                phrases = _phrases(name, value, batch, vocab_size)
+                phrases = checked_phrases(name, value, batch, vocab_size)
                 if phrases.size:
                     fields[name] = phrases
-        known = {name: value for name, field in fields.items() if (value := _known(field)) is not None}
-        _check_against_each_other(known, end_id)
+        known = {name: value for name, field in fields.items() if (value := known_value(field)) is not None}
+        check_against_each_other(known, end_id)
         return Constraints(**fields) if fields else None
 
     def check_room(self, limits: Int[Array | np.ndarray, "B"], source_lengths: Int[Array | np.ndarray, "B"]) -> None:
@@ -121,21 +128,21 @@ class Constraints:
             limits: the most tokens of each row.
             source_lengths: real tokens of each source.
         """
-        known_limits, lengths = _known(limits), _known(source_lengths)
+        known_limits, lengths = known_value(limits), known_value(source_lengths)
         if known_limits is None or lengths is None:
             return
-        ratio = _known(self.max_ratio)
+        ratio = known_value(self.max_ratio)
         if self.max_ratio is not None:
             if ratio is None:
                 return
             most = np.where(np.isfinite(ratio), ratio, 0) * lengths + _ROUNDING
             known_limits = np.where(np.isfinite(ratio) & (most < known_limits), np.floor(most), known_limits)
         needs: list[tuple[str, np.ndarray]] = []
-        if (phrases := _known(self.required_phrases)) is not None:
+        if (phrases := known_value(self.required_phrases)) is not None:
             needs.append(("required tokens and the end token", (phrases >= 0).sum((1, 2)) + (phrases >= 0).any((1, 2))))
-        if (tokens := _known(self.min_tokens)) is not None:
+        if (tokens := known_value(self.min_tokens)) is not None:
             needs.append(("tokens (min_tokens)", tokens))
-        if (ratio := _known(self.min_ratio)) is not None:
+        if (ratio := known_value(self.min_ratio)) is not None:
             needs.append(("tokens (min_ratio)", np.ceil(ratio * lengths - _ROUNDING)))
         for what, needed in needs:
             for row in np.flatnonzero((needed > known_limits) & (known_limits > 0))[:1]:
@@ -368,90 +375,3 @@ def _mark(ids: Int[Array, "BW M"], where: Bool[Array, "BW M"], vocab_size: int) 
 
 def _flat(phrases: Array, values: Array) -> tuple[Array, Array]:
     return phrases.reshape(len(phrases), -1), values.reshape(len(phrases), -1)
-
-
-def _array(value: typing.Any) -> Array | np.ndarray:
-    return value if isinstance(value, jax.Array) else np.asarray(value)
-
-
-def _known(value: typing.Any) -> np.ndarray | None:
-    """The value, unless there is none, or it comes only when a caller's jit runs, or lies with other processes."""
-    if value is None or isinstance(value, jax.core.Tracer) or not getattr(value, "is_fully_addressable", True):
-        return None
-    return np.asarray(value)
-
-
-def _rows(value: Array | np.ndarray, batch: int, ndim: int) -> Array | np.ndarray:
-    """One value for each row; NumPy's stays NumPy's, which compiles nothing."""
-    shape = (batch, *value.shape[-ndim:]) if ndim else (batch,)
-    return jnp.broadcast_to(value, shape) if isinstance(value, jax.Array) else np.broadcast_to(value, shape)
-
-
-def _numbers(
-    name: str, value: typing.Any, batch: int, dtype: typing.Any, holds: typing.Any, wording: str
-) -> Array | np.ndarray:
-    numbers, kind = real_numbers(value), jnp.integer if dtype is np.int32 else jnp.number
-    if numbers is None or not jnp.issubdtype(numbers.dtype, kind):
-        raise ValueError(f"expected {name} as {wording}, one or {batch}, one a row, got {value!r}")
-    if numbers.shape not in ((), (batch,)):
-        raise ValueError(
-            f"expected {name} as {wording}, one or {batch}, one a row, got {numbers.dtype} of shape {numbers.shape}"
-        )
-    known = _known(numbers)
-    if known is not None and not np.all(holds(known)):
-        raise ValueError(f"expected {name} {wording}, got {value}")
-    return _rows(cast(numbers, dtype), batch, 0)
-
-
-def _phrases(name: str, value: typing.Any, batch: int, vocab_size: int) -> Array | np.ndarray:
-    try:
-        phrases = _array(value)
-    except ValueError as error:  # phrases of unequal lengths
-        raise ValueError(f"expected {name} as whole numbers [P, M], padded with -1, got {error}") from error
-    if (
-        phrases.ndim not in (2, 3)
-        or (phrases.ndim == 3 and phrases.shape[0] != batch)
-        or not jnp.issubdtype(phrases.dtype, jnp.integer)
-    ):
-        raise ValueError(
-            f"expected {name} as whole numbers [P, M] or [{batch}, P, M], padded with -1, "
-            f"got {phrases.dtype} of shape {phrases.shape}"
-        )
-    known = _known(phrases)
-    if known is not None:
-        wrong = known[(known < -1) | (known >= vocab_size)]
-        if wrong.size:
-            raise ValueError(f"expected ids from 0 to {vocab_size - 1} in {name}, and -1 behind them, got {wrong[0]}")
-        if np.any((known[..., :-1] < 0) & (known[..., 1:] >= 0)):
-            raise ValueError(f"expected -1 only behind the ids of {name}, got one before an id")
-    return _rows(phrases.astype(np.int32), batch, 2)
-
-
-def _check_against_each_other(known: dict[str, np.ndarray], end_id: int) -> None:
-    """Raises ValueError for rules that no output could follow."""
-    least, most = known.get("min_ratio"), known.get("max_ratio")
-    if least is not None and most is not None and np.any(least > most):
-        raise ValueError(f"expected a max_ratio of at least min_ratio, got {most.min()} and {least.max()}")
-    required = known.get("required_phrases")
-    if required is None:
-        return
-    if np.any(required == end_id):
-        raise ValueError(f"expected required_phrases without the end token {end_id}, got it in one of them")
-    banned = known.get("banned_tokens")
-    if banned is not None:
-        forbidden = np.take_along_axis(banned[:, None], np.maximum(required, 0), axis=2) & (required >= 0)
-        if forbidden.any():
-            raise ValueError(f"expected required_phrases without banned tokens, got {required[forbidden][0]} in one")
-    if (banned := known.get("banned_phrases")) is not None:
-        for phrases in np.unique(np.concatenate([_joined(required), _joined(banned)], axis=1), axis=0):
-            ours, theirs = np.split(phrases, [required[0].size])
-            texts = [[t for t in phrase if t >= 0] for phrase in ours.reshape(required.shape[1:]).tolist()]
-            for phrase in theirs.reshape(banned.shape[1:]).tolist():
-                phrase = [t for t in phrase if t >= 0]
-                starts = [(text, i) for text in texts for i in range(len(text) - len(phrase) + 1) if phrase]
-                if inside := [text for text, i in starts if text[i : i + len(phrase)] == phrase]:
-                    raise ValueError(f"expected required_phrases without banned ones, got {phrase} in {inside[0]}")
-
-
-def _joined(phrases: np.ndarray) -> np.ndarray:
-    return phrases.reshape(len(phrases), -1)
