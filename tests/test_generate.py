@@ -1,9 +1,7 @@
 import functools
-import inspect
 import math
 import subprocess
 import sys
-import time
 
 import flax.struct
 import jax
@@ -11,8 +9,24 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from compile_counter import count_compilations
+from jax.experimental import io_callback
+from ragged_requests import (
+    CAPACITY,
+    CONFIGS,
+    MOST,
+    PROMPT_LENGTHS,
+    SOURCE,
+    SOURCE_LENGTHS,
+    B,
+    P,
+    S,
+    both_architectures,
+    prompt_of,
+    run,
+    seeded_params,
+)
 from scipy import stats
-from tiny_models import V, random_ids, random_params, tiny_config, tiny_model
+from tiny_models import V, random_ids, random_params, tiny_model
 from tolerances import assert_close, assert_same_bits, assert_same_but_for_rounding
 
 from tfm.decoding import arguments as arguments_module
@@ -22,45 +36,7 @@ from tfm.decoding.generate import generate
 from tfm.decoding.sampling import Greedy, Sampling
 from tfm.nn.cache import cache_bytes
 
-B, S, P = 6, 5, 3
-SOURCE = random_ids(B, S, seed=1)
-SOURCE_LENGTHS = np.array([5, 1, 3, 4, 4, 2], np.int32)
-PROMPT_LENGTHS = np.array([1, 3, 2, 1, 2, 3], np.int32)
-CAPACITY = 16
-MOST = CAPACITY  # with a prompt of one token: the last token is never read
-CONFIGS = [
-    tiny_config(positions="t5-bias", num_kv_heads=2, shared_embeddings="none", decoder_layers=1),
-    tiny_config(positions="rope", architecture="decoder-only", pad_id=9, shared_embeddings="none", decoder_layers=1),
-]
-both_architectures = pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.architecture)
-
-
 pytestmark = pytest.mark.usefixtures("compile_fast")
-
-
-def prompt_of(config):
-    prompt = random_ids(B, P, seed=3)
-    prompt[:, 0] = config.start_id
-    return prompt
-
-
-@functools.cache
-def seeded_params(config):
-    """Parameters with which some rows end early and some never do, and no two say the same."""
-    for seed in range(200):
-        params = random_params(config, seed)
-        generation = run(config, params)
-        finished = generation.finished
-        if 2 <= finished.sum() <= B - 2 and len(set(map(tuple, generation.tokens.tolist()))) == B:
-            return params
-    raise AssertionError("no seed gives rows of both kinds")
-
-
-def run(config, params=None, *, source=SOURCE, source_lengths=SOURCE_LENGTHS, **arguments):
-    params = seeded_params(config) if params is None else params
-    arguments = {"max_tokens": MOST, "capacity": CAPACITY, **arguments}
-    result = generate(tiny_model(config), params, source, source_lengths=source_lengths, **arguments)
-    return jax.tree.map(np.asarray, result)
 
 
 @functools.cache
@@ -211,8 +187,12 @@ class CountingGreedy(Greedy):
     """Greedy, noting each call as it runs."""
 
     def pick(self, logits, keys):
-        jax.debug.callback(lambda: counted_picks.append(1))
-        return super().pick(logits, keys)
+        def note(logits):
+            counted_picks.append(1)
+            return logits
+
+        # a debugging callback, whose result nobody waits for, has been lost on a busy machine
+        return super().pick(io_callback(note, logits, logits), keys)
 
 
 @both_architectures
@@ -221,12 +201,7 @@ def test_the_loop_runs_until_all_rows_have_ended_and_no_longer(config):
     for max_tokens, seen in ((limits, None), (np.minimum(limits, 4), None), (0, 1), (1, 1)):
         counted_picks.clear()
         generation = run(config, max_tokens=max_tokens, sampler=CountingGreedy())
-        jax.effects_barrier()
-        expected = max(generation.lengths) if seen is None else seen
-        deadline = time.monotonic() + 30
-        while len(counted_picks) < expected and time.monotonic() < deadline:
-            time.sleep(0.01)  # on a busy machine the last callbacks have been seen to come after the barrier
-        assert len(counted_picks) == expected
+        assert len(counted_picks) == (max(generation.lengths) if seen is None else seen)
         reference = run(config, max_tokens=max_tokens)
         assert_same_but_for_rounding(generation, reference, times=10)  # sums of up to 16 terms
 
@@ -393,75 +368,3 @@ def test_no_global_setting_is_changed():
         assert dict(jax.config.values) == before
     """
     subprocess.run([sys.executable, "-W", "error", "-c", program], check=True)
-
-
-# Errors
-
-
-@both_architectures
-def test_what_cannot_be_is_refused(config):
-    refuse = functools.partial(run, config, seeded_params(config))
-    with pytest.raises(ValueError, match="expected a key for a sampler that draws"):
-        refuse(sampler=Sampling())
-    with pytest.raises(ValueError, match="expected temperature at least 0, got -1"):
-        refuse(sampler=Sampling(temperature=-1.0), key=jax.random.key(0))
-    with pytest.raises(ValueError, match=r"expected one top_k or 6, one a row, got an array of shape \(2,\)"):
-        refuse(sampler=Sampling(top_k=np.array([1, 2])), key=jax.random.key(0))
-    with pytest.raises(ValueError, match=r"expected one key or 6, one a row, got keys of shape \(2,\)"):
-        refuse(sampler=Sampling(), key=jax.random.split(jax.random.key(0)))
-    with pytest.raises(ValueError, match=r"expected a threefry key, .* got rbg"):
-        refuse(sampler=Sampling(), key=jax.random.key(0, impl="rbg"))
-    with pytest.raises(ValueError, match=r"expected a threefry key, .* got uint32 array"):
-        refuse(sampler=Sampling(), key=jax.random.PRNGKey(0))
-    with pytest.raises(ValueError, match="expected max_tokens of at least 0, got -1"):
-        refuse(max_tokens=-1)
-    with pytest.raises(ValueError, match="expected max_tokens of at least 0"):
-        refuse(max_tokens=np.array([1, 2, 3, 4, 5, -1]))
-    with pytest.raises(ValueError, match=r"expected at most 16 new tokens \(the capacity 16, 1 of prompt, .* 17"):
-        refuse(max_tokens=17)
-    with pytest.raises(ValueError, match=r"expected at most 32 new tokens \(the model's max_target_length 32, .* 40"):
-        refuse(max_tokens=40, capacity=None)
-    with pytest.raises(ValueError, match=r"expected a capacity from 1 \(the prompt\) to 32 .* got 33"):
-        refuse(max_tokens=1, capacity=33)
-    with pytest.raises(ValueError, match=r"expected a capacity from 3 \(the prompt\) .* got 2"):
-        refuse(max_tokens=0, capacity=2, prompt=prompt_of(config))
-    with pytest.raises(ValueError, match="expected source lengths from 0 to 5, got 5 to 6"):
-        refuse(source_lengths=np.array([5, 5, 5, 5, 5, 6]))
-    with pytest.raises(ValueError, match="expected prompt lengths from 1 to 3, got 0 to 0"):
-        refuse(prompt=prompt_of(config), prompt_lengths=np.zeros(B, np.int32), max_tokens=1)
-    with pytest.raises(ValueError, match="expected source ids from 0 to 10, got 11"):
-        refuse(source=np.full_like(SOURCE, V))
-    with pytest.raises(ValueError, match="expected a source of at most 16 tokens, got 17"):
-        refuse(source=random_ids(B, 17))
-    with pytest.raises(ValueError, match="expected a capacity: max_tokens has no value yet"):
-        jax.jit(lambda limit: refuse(max_tokens=limit, capacity=None))(3)
-
-
-def test_arguments_of_another_kind_are_refused():
-    config = CONFIGS[0]
-    refuse = functools.partial(inspect.unwrap(generate), tiny_model(config), random_params(config), SOURCE)
-    for max_tokens, found in (([1, 2], r"int64 of shape \(2,\)"), (2.5, r"float64 of shape \(\)")):
-        with pytest.raises(ValueError, match=f"expected one max_tokens or 6, one a row, as whole numbers, got {found}"):
-            refuse(max_tokens=max_tokens, capacity=CAPACITY)
-    for capacity in (4.0, "4"):
-        with pytest.raises(ValueError, match=f"expected a whole number as capacity, got {capacity!r}"):
-            refuse(max_tokens=1, capacity=capacity)
-    for sampler in (Greedy(), Sampling()):
-        with pytest.raises(ValueError, match=r"expected a threefry key, .* got 3"):
-            refuse(max_tokens=1, capacity=CAPACITY, sampler=sampler, key=3)
-
-
-def test_lists_are_as_good_as_arrays():
-    config = CONFIGS[0]
-    prompt = prompt_of(config)
-    listed = run(
-        config,
-        source=SOURCE.tolist(),
-        source_lengths=SOURCE_LENGTHS.tolist(),
-        prompt=prompt.tolist(),
-        prompt_lengths=PROMPT_LENGTHS.tolist(),
-        max_tokens=[3] * B,
-    )
-    arrays = run(config, prompt=prompt, prompt_lengths=PROMPT_LENGTHS, max_tokens=3)
-    assert_same_bits(listed.tokens, arrays.tokens)
-    assert_same_bits(listed.scores, arrays.scores)
