@@ -271,6 +271,22 @@ def test_each_right_answer_is_scored_and_the_splits_of_a_run_too(trained, tmp_pa
     assert [float(line) for line in from_files] == pytest.approx([by_source[s] for s in sources], abs=2e-4)
 
 
+def test_answers_of_unknown_words_are_scored_with_one_warning(trained, capsys, monkeypatch):
+    def asked(text):
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(text.encode())))
+        capsys.readouterr()
+        assert main(["score", str(trained / "run")]) == 0
+        return capsys.readouterr()
+
+    known = "abc\tA B C\n"
+    assert asked(known).err == ""
+    out, err = asked(known + "abc\tA nowhere C\nabc\tnot here\n")
+    assert len(out.splitlines()) == 3
+    assert err.count("\n") == 1
+    assert err.startswith("tfm: warning: 2 of 3 answers")
+    assert "'A nowhere C'" in err
+
+
 @pytest.mark.parametrize(
     ("bad", "words"),
     [

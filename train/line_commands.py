@@ -171,12 +171,22 @@ def score(arguments: argparse.Namespace) -> int:
         rows = (whole[start : start + LINES_AT_ONCE] for start in range(0, len(whole), LINES_AT_ONCE))
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(encoding="utf-8")
+    total, unknown, first = 0, 0, ""
     for group in score_rows(model, rows, name=name):
         for source, target, found in group:
+            total += 1
+            if model.target_tokenizer.unk_id in found.tokens:
+                unknown, first = unknown + 1, first or target
             if arguments.json:
                 shown = {"tokens": model.target_tokenizer.tokens(found.tokens), "token_scores": found.token_scores}
                 print(json.dumps({"source": source, "target": target, "score": found.score, **shown}))
             else:
                 print(f"{found.score:.4f}")
         sys.stdout.flush()
+    if unknown:
+        print(
+            f"tfm: warning: {unknown:,} of {total:,} answers have words that are not in the model's vocabulary, each "
+            f"scored as the unknown token; the first is {first!r:.80}",
+            file=sys.stderr,
+        )
     return 0
