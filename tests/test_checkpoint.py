@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 import threading
+import types
 from pathlib import Path
 
 import jax
@@ -257,3 +258,21 @@ def test_where_no_folder_can_be_made_the_error_comes_at_once(tmp_path: Path, mon
                 checkpoints.save(5, {"x": jnp.float32(1)}, {}, Progress())
         checkpoints.save(5, {"x": jnp.float32(1)}, {}, Progress())
     assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["4", "5"]
+
+
+def test_a_disk_without_room_is_found_before_anything_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Orbax, out of room in the middle, prints a traceback for each array."""
+    state = {"w": jnp.ones((4, 8)), "key": jax.random.key(0, impl="rbg")}
+    needed = 4 * 8 * 4 + 16
+    disk = types.SimpleNamespace(f_bavail=needed - 1, f_frsize=1, f_blocks=1_000_000)
+    with Checkpoints(tmp_path, CheckpointConfig()) as checkpoints:
+        checkpoints.save(4, state, {}, Progress())
+        monkeypatch.setattr(os, "statvfs", lambda path: disk)
+        with pytest.raises(OSError, match=rf"step 5 could not be .*expected {needed} free bytes .* got {needed - 1}"):
+            checkpoints.save(5, state, {}, Progress())
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["4"]
+        disk.f_bavail = needed
+        checkpoints.save(5, state, {}, Progress())
+        disk.f_bavail = disk.f_blocks = 0  # a file system that does not count
+        checkpoints.save(6, state, {}, Progress())
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["4", "5", "6"]

@@ -152,10 +152,10 @@ class Checkpoints:
 
         Raises:
             TimeoutError: the save before this one has not ended within the limit.
-            OSError: the save before this one failed.
+            OSError: the save before this one failed, or there is no room for this one.
         """
         self.wait()
-        self._check_writable(step)
+        self._check_writable(step, state)
         self._preserved.best_step = progress.best_step
         self._saving = step
         about = {
@@ -253,16 +253,23 @@ class Checkpoints:
         self.wait()
         self._manager.close()
 
-    def _check_writable(self, step: int) -> None:
-        """Orbax's threads would wait to the time limit for a folder that cannot be made, and the process for them."""
+    def _check_writable(self, step: int, state: Any) -> None:
+        """Finds beforehand what orbax's threads meet with thousands of lines, or wait for to the time limit."""
         probe = self.folder / _PROBE
         try:
             probe.mkdir(exist_ok=True)
             probe.rmdir()
+            disk = os.statvfs(self.folder)
         except OSError as error:
             raise OSError(
                 f"the checkpoint of step {step} could not be written to {self.folder}: {error.strerror}"
             ) from error
+        needed, free = sum(leaf.nbytes for leaf in jax.tree.leaves(state)), disk.f_bavail * disk.f_frsize
+        if disk.f_blocks and free < needed:  # some network file systems have no blocks, and no end
+            raise OSError(
+                f"the checkpoint of step {step} could not be written to {self.folder}: expected {needed:,} free bytes "
+                f"on its disk, got {free:,}"
+            )
 
     def _restore(self, step: int, template: Any) -> Restored:
         """Reads one checkpoint; `DamagedCheckpointError` where its files are at fault rather than the template."""

@@ -40,8 +40,9 @@ from train.tasks import Examples
 
 def train(config: TrainConfig, run_dir: Path, *, as_json: bool) -> int:
     """Trains, or goes on with the run in the folder."""
-    # orbax logs whole tracebacks of what it raises as well
-    logging.getLogger("absl").setLevel(logging.CRITICAL)
+    # orbax and its event loop log whole tracebacks of what is raised as well
+    for name in ("absl", "asyncio"):
+        logging.getLogger(name).setLevel(logging.CRITICAL)
     reporter = Reporter()
     folder = RunFolder(run_dir)
     try:
