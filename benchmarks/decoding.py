@@ -27,7 +27,8 @@ class GreedyWithoutEnd(Greedy):
     end_id: int = flax.struct.field(pytree_node=False, default=cases.END_ID)
 
     def pick(self, logits: Array, keys: Array) -> Array:
-        return super().pick(logits.at[:, self.end_id].set(-jnp.inf), keys)
+        is_end = jnp.arange(logits.shape[-1])[None] == self.end_id
+        return super().pick(jnp.where(is_end, -jnp.inf, logits), keys)  # a scatter would copy all logits
 
 
 @dataclasses.dataclass(frozen=True)

@@ -398,5 +398,5 @@ def test_multi_head_attention_is_the_papers_formula(kernel, scale_attention, pos
 def run(layer, x, memory):
     rotary = layer.config.positions == "rope"
     keys_values = layer.keys_values(memory, jnp.arange(M)[None] if rotary else None)
-    queries_at = jnp.arange(Q)[None] + 1 if rotary else None
-    return layer(x, keys_values, visible=Visible(key_lengths=jnp.array(LENGTHS)), rotary_positions=queries_at)
+    queries = layer.queries(x, jnp.arange(Q)[None] + 1 if rotary else None)
+    return layer(queries, keys_values, visible=Visible(key_lengths=jnp.array(LENGTHS)))

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from tiny_models import V, random_ids, random_params, tiny_config, tiny_model
-from tolerances import assert_same_bits
+from tolerances import assert_close, assert_same_bits
 
 from tfm.config import ModelConfig, preset
 from tfm.nn.params import count_by_part, count_params, init_params, param_shapes, prepare_for_inference
@@ -154,7 +154,7 @@ def test_prepared_parameters_answer_like_those_they_were_made_of(positions, shar
         model = tiny_model(config, "bfloat16" if weights == "bfloat16" else "float32")
         logits, expected = (model.apply({"params": tree}, *arguments) for tree in (prepared, params))
         if weights == "float32":
-            assert_same_bits(logits, expected)
+            assert_close(logits, expected)
         else:
             assert not np.array_equal(logits, expected)
             assert float(np.std(logits - expected)) < 0.05 * float(np.std(expected))
@@ -164,3 +164,30 @@ def test_prepared_parameters_answer_like_those_they_were_made_of(positions, shar
         for path, leaf in jax.tree_util.tree_leaves_with_path(prepared):
             if small & {getattr(key, "key", None) for key in path}:
                 assert leaf.dtype == np.float32
+
+
+@pytest.mark.parametrize("weights", ["float32", "int8"])
+@pytest.mark.parametrize("architecture", ["encoder-decoder", "decoder-only"])
+def test_prepared_parameters_make_queries_keys_and_values_in_one_product(architecture, weights):
+    """And of groups of heads, rotated, without biases, what three products make."""
+    for options in ({}, dict(num_kv_heads=2, head_dim=6, positions="rope", use_bias=False)):
+        config = tiny_config(architecture=architecture, **options)
+        params, model = random_params(config), tiny_model(config)
+        prepared = prepare_for_inference(params, weights)
+        attention = prepared["decoder"]["layer_0"]["self_attention"]
+        assert set(attention) == {"query_key_value", "output"}
+        if architecture == "encoder-decoder":  # keys and values of a source are made of other vectors than queries
+            assert set(prepared["decoder"]["layer_0"]["cross_attention"]) == {"query", "key", "value", "output"}
+        if weights == "float32":
+            assert count_params(prepared) == count_params(params)
+
+        arguments = tuple(map(jnp.asarray, (random_ids(2, 6), [6, 3], random_ids(2, 4, seed=1))))
+
+        def logits(tree, model=model, arguments=arguments):
+            return model.apply({"params": tree}, *arguments)
+
+        made = [str(jax.make_jaxpr(logits)(tree)).count("dot_general") for tree in (params, prepared)]
+        layers = config.decoder_layers + (config.encoder_layers if architecture == "encoder-decoder" else 0)
+        assert made[0] - made[1] == 2 * layers
+        exact, near = logits(params), logits(prepared)
+        assert float(np.std(near - exact)) < {"float32": 1e-5, "int8": 0.05}[weights] * float(np.std(exact))

@@ -308,8 +308,8 @@ def _compute_capability() -> str:
 class Attention(nn.Module):
     """Multi-head attention (Vaswani et al. 2017, section 3.2.2), for self- and cross-attention alike.
 
-    The two halves are methods of their own, because they happen at different times: the keys and values of a source
-    are projected once, those of a target once a token, and queries meet them at every step.
+    Its halves are methods of their own, because they happen at different times: the keys and values of a source are
+    projected once, those of a target once a token, and queries meet them at every step.
     """
 
     config: ModelConfig
@@ -322,44 +322,63 @@ class Attention(nn.Module):
         self.query = linear(config.num_heads * config.head_size)
         self.key = linear(config.kv_heads * config.head_size)
         self.value = linear(config.kv_heads * config.head_size)
+        # in the place of these three, for self-attention, in parameters that `prepare_for_inference` made
+        self.query_key_value = linear((config.num_heads + 2 * config.kv_heads) * config.head_size)
         self.output = linear(config.model_dim)
+
+    def queries(
+        self, x: Float[Array, "B Q D"], rotary_positions: Int[Array, "*B Q"] | None = None
+    ) -> Float[Array, "B Q N H"]:
+        """Projects what attends, a vector for each query.
+
+        Args:
+            x: one vector for each query.
+            rotary_positions: where the queries stand, to rotate them; None: they are not rotated.
+
+        Returns:
+            In x's dtype, as all that is projected.
+        """
+        return self._as_queries(self.query(x), rotary_positions)
 
     def keys_values(
         self, memory: Float[Array, "B M D"], rotary_positions: Int[Array, "*B M"] | None = None
     ) -> KeysValues:
-        """Projects what will be attended to.
-
-        Args:
-            memory: one vector for each position: of the target itself, or of the encoded source.
-            rotary_positions: where the keys stand, to rotate them; None: they are not rotated.
+        """Projects what will be attended to: one vector for each position of the encoded source, or of the target.
 
         Returns:
-            Keys and values in memory's dtype, heads before positions.
+            Keys and values, heads before positions.
         """
-        heads = (*memory.shape[:2], self.config.kv_heads, self.config.head_size)
-        keys, values = self.key(memory).reshape(heads), self.value(memory).reshape(heads)
-        return KeysValues(jnp.swapaxes(self._rotate(keys, rotary_positions), 1, 2), jnp.swapaxes(values, 1, 2))
+        return self._as_keys_values(self.key(memory), self.value(memory), rotary_positions)
+
+    def queries_keys_values(
+        self, x: Float[Array, "B Q D"], rotary_positions: Int[Array, "*B Q"] | None = None
+    ) -> tuple[Float[Array, "B Q N H"], KeysValues]:
+        """Both of the same vectors, for self-attention."""
+        if not self.has_variable("params", "query_key_value"):
+            return self.queries(x, rotary_positions), self.keys_values(x, rotary_positions)
+        config = self.config
+        ends = [config.num_heads * config.head_size, (config.num_heads + config.kv_heads) * config.head_size]
+        query, key, value = jnp.split(self.query_key_value(x), ends, axis=-1)
+        return self._as_queries(query, rotary_positions), self._as_keys_values(key, value, rotary_positions)
 
     def __call__(
         self,
-        x: Float[Array, "B Q D"],
+        query: Float[Array, "B Q N H"],
         keys_values: KeysValues,
         *,
         visible: Visible,
-        rotary_positions: Int[Array, "*B Q"] | None = None,
         bias: Float[Array, "*B N Q M"] | None = None,
     ) -> Float[Array, "B Q D"]:
-        """Lets every token of x look at the keys it may see, and mixes their values.
+        """Lets every query look at the keys it may see, and mixes their values.
 
         Args:
-            x: one vector for each query.
+            query: from `queries`.
             keys_values: from `keys_values`, or a cache of them.
             visible: which keys a query may see. One that sees none gets zeros, and so the output's bias.
-            rotary_positions: where the queries stand, to rotate them as the keys were; None: they are not rotated.
             bias: added to the scaled scores, with a leading axis of B or 1.
 
         Returns:
-            One vector for each query, in x's dtype.
+            One vector for each query.
 
         Raises:
             ValueError: the attention kernel that was asked for cannot serve here; see `dot_product_attention`.
@@ -367,7 +386,7 @@ class Attention(nn.Module):
         config = self.config
         drops = config.attention_dropout_rate > 0 and self.has_rng("dropout")
         mixed = dot_product_attention(
-            self._queries(x, rotary_positions),
+            query,
             keys_values,
             visible=visible,
             bias=bias,
@@ -376,15 +395,14 @@ class Attention(nn.Module):
             dropout_key=self.make_rng("dropout") if drops else None,
             kernel=self.kernel,
         )
-        return self.output(mixed.reshape(*x.shape[:2], -1))
+        return self.output(mixed.reshape(*query.shape[:2], -1))
 
     def weights(
         self,
-        x: Float[Array, "B Q D"],
+        query: Float[Array, "B Q N H"],
         keys_values: KeysValues,
         *,
         visible: Visible,
-        rotary_positions: Int[Array, "*B Q"] | None = None,
         bias: Float[Array, "*B N Q M"] | None = None,
     ) -> Float[Array, "B N Q M"]:
         """The weights by which a call with these arguments averages the values: before dropout, whatever the kernel.
@@ -392,15 +410,21 @@ class Attention(nn.Module):
         Returns:
             In float32. A query that sees no key has weights of zero.
         """
-        return attention_weights(self._queries(x, rotary_positions), keys_values.keys, visible, bias, self._scale)
+        return attention_weights(query, keys_values.keys, visible, bias, self._scale)
 
     @property
     def _scale(self) -> float:
         return 1 / math.sqrt(self.config.head_size) if self.config.scale_attention else 1.0
 
-    def _queries(self, x: Array, rotary_positions: Array | None) -> Array:
-        query = self.query(x).reshape(*x.shape[:2], self.config.num_heads, self.config.head_size)
-        return self._rotate(query, rotary_positions)
+    def _as_queries(self, query: Array, rotary_positions: Array | None) -> Array:
+        return self._rotate(self._in_heads(query), rotary_positions)
+
+    def _as_keys_values(self, key: Array, value: Array, rotary_positions: Array | None) -> KeysValues:
+        keys, values = self._rotate(self._in_heads(key), rotary_positions), self._in_heads(value)
+        return KeysValues(jnp.swapaxes(keys, 1, 2), jnp.swapaxes(values, 1, 2))
+
+    def _in_heads(self, x: Array) -> Array:
+        return x.reshape(*x.shape[:2], -1, self.config.head_size)
 
     def _rotate(self, x: Array, positions: Array | None) -> Array:
         if positions is None:

@@ -46,8 +46,8 @@ class EncoderLayer(Block):
         bias: Float[Array, "*B N S S"] | None,
     ) -> Float[Array, "B S D"]:
         def attend(x: Array) -> Array:
-            keys_values = self.self_attention.keys_values(x, rotary_positions)
-            return self.self_attention(x, keys_values, visible=visible, rotary_positions=rotary_positions, bias=bias)
+            query, keys_values = self.self_attention.queries_keys_values(x, rotary_positions)
+            return self.self_attention(query, keys_values, visible=visible, bias=bias)
 
         x = self.residual(x, self.self_attention_norm, attend)
         return self.residual(x, self.feed_forward_norm, self.feed_forward)
@@ -85,17 +85,17 @@ class DecoderLayer(Block):
 
         def attend_self(x: Array) -> Array:
             nonlocal seen
-            seen = self.self_attention.keys_values(x, rotary_positions)
+            query, seen = self.self_attention.queries_keys_values(x, rotary_positions)
             if past is not None:
                 assert first_free is not None
                 seen = caches.write(past, seen, first_free)
-            return self.self_attention(x, seen, visible=visible, rotary_positions=rotary_positions, bias=bias)
+            return self.self_attention(query, seen, visible=visible, bias=bias)
 
         x = self.residual(x, self.self_attention_norm, attend_self)
         if source is not None:
 
             def attend_source(x: Array) -> Array:
-                return self.cross_attention(x, source, visible=source_visible)
+                return self.cross_attention(self.cross_attention.queries(x), source, visible=source_visible)
 
             x = self.residual(x, self.cross_attention_norm, attend_source)
         x = self.residual(x, self.feed_forward_norm, self.feed_forward)

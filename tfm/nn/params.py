@@ -37,6 +37,9 @@ def init_params(model: Model, key: KeyArray) -> Params:
 def prepare_for_inference(params: Params, weights: Weights) -> Params:
     """Parameters as decoding reads them, to be passed in place of the trained ones: each matrix cast once, not a step.
 
+    The matrices of a self-attention that make queries, keys and values of the same vectors become one, below each
+    other: of a few rows, one product of three times the size takes half to two thirds of the time of three on a CPU.
+
     "bfloat16" is what a model of that dtype rounds its matrices to at every step, and its embeddings too. With "int8"
     the rows of the matrices, and the vectors that they meet, are rounded to 8 bits (`tfm.nn.products.Int8Weight`), a
     quarter of the bytes. Biases, scales and tables of positions stay float32.
@@ -61,7 +64,20 @@ def _prepare(params: Params, weights: Weights) -> Params:
             return leaf
         return Int8Weight(*quantize(leaf)) if weights == "int8" else leaf.astype(weights)
 
-    return typing.cast(Params, jax.tree_util.tree_map_with_path(prepare, params))
+    return typing.cast(Params, jax.tree_util.tree_map_with_path(prepare, _with_joined_projections(params)))
+
+
+def _with_joined_projections(params: Params) -> Params:
+    """The same, with `query_key_value` in each self-attention in place of the three: see `tfm.nn.attention`."""
+    joined = {}
+    for name, part in params.items():
+        if name == "self_attention" and "query" in part:
+            several = [part[projection] for projection in ("query", "key", "value")]
+            together = jax.tree.map(lambda *arrays: jnp.concatenate(arrays), *several)
+            joined[name] = {"query_key_value": together, "output": part["output"]}
+        else:
+            joined[name] = _with_joined_projections(part) if isinstance(part, dict) else part
+    return joined
 
 
 def param_shapes(config: ModelConfig) -> Params:
