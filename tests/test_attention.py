@@ -9,9 +9,10 @@ from tolerances import assert_close, assert_same_bits
 
 from tfm.config import ModelConfig
 from tfm.nn import attention
-from tfm.nn.attention import Attention, attention_weights, dot_product_attention
+from tfm.nn.attention import Attention, dot_product_attention
 from tfm.nn.cache import Int8Vectors, KeysValues
 from tfm.nn.masks import Visible
+from tfm.nn.plain_attention import attention_weights
 
 B, Q, M, N, H = 3, 4, 6, 4, 8
 ON_GPU = jax.default_backend() == "gpu"
