@@ -1,4 +1,4 @@
-"""The programs that the README shows, run as they stand there."""
+"""The programs that the README and the page on generation show, run as they stand there."""
 
 import re
 import shutil
@@ -18,7 +18,8 @@ import tfm
 from tfm.pipeline import TextModel
 from tfm.tokenizer import Tokenizer
 
-README = (Path(__file__).parent.parent / "README.md").read_text(encoding="utf-8")
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text(encoding="utf-8")
 WORDS = ["abc", "cab", "bac", "a", "b", "c", "ccc", "abab"]
 
 
@@ -91,3 +92,36 @@ def test_an_exported_model_answers_without_tfm(folder):
     (answer,) = model.generate(["cab"], max_tokens=20)
     expected = answer.tokens + [model.config.end_id] * answer.finished
     assert list(map(int, printed.split()))[: len(expected)] == expected
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("compile_fast")
+@pytest.mark.parametrize("page", ["README.md", "docs/generation.md"])
+def test_the_lines_of_a_page_run_one_after_another(page, folder, tmp_path, monkeypatch, capsys):
+    """All but the programs that have a name, with a model where the page has one."""
+    monkeypatch.chdir(tmp_path)
+    tokenizer = Tokenizer.train(["A dog runs through the snow. Ein Hund kind of Schnee"], kind="char", vocab_size=290)
+    size = tokenizer.vocab_size
+    config = tiny_config(source_vocab_size=size, target_vocab_size=size, max_source_length=32, max_target_length=48)
+    TextModel(config, random_params(config), tokenizer, tokenizer).save("runs/en-de/best")
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(encoding="utf-8"), re.DOTALL)
+    lines = [block for block in blocks if not re.match(r"# \w+\.py:", block)]
+    assert len(lines) > 2
+    names: dict = {}
+    for block in lines:
+        exec(compile(block, page, "exec"), names)
+    assert capsys.readouterr().out
+
+
+def test_every_link_within_the_pages_leads_somewhere():
+    for page in (ROOT / "README.md", ROOT / "docs" / "generation.md", ROOT / "benchmarks" / "README.md"):
+        text = page.read_text(encoding="utf-8")
+        headings = {
+            re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
+            for heading in re.findall(r"^#+ (.*)$", re.sub(r"```.*?```", "", text, flags=re.DOTALL), re.MULTILINE)
+        }
+        for link in re.findall(r"\]\(([^)\s]+)\)", text):
+            if link.startswith("#"):
+                assert link[1:] in headings, (page.name, link)
+            elif not link.startswith("https://"):
+                assert (page.parent / link).exists(), (page.name, link)
