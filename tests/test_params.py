@@ -9,6 +9,7 @@ from tiny_models import V, random_ids, random_params, tiny_config, tiny_model
 from tolerances import assert_close, assert_same_bits
 
 from tfm.config import ModelConfig, preset
+from tfm.nn import params as params_module
 from tfm.nn.params import count_by_part, count_params, init_params, param_shapes, prepare_for_inference
 
 pytestmark = pytest.mark.usefixtures("compile_fast")
@@ -143,9 +144,16 @@ def test_parameters_are_prepared_once_and_as_something_that_there_is():
         prepare_for_inference(prepare_for_inference(params, "int8"), "int8")
 
 
+@pytest.fixture(params=[False, True], ids=["out-in", "in-out"])
+def in_out(request, monkeypatch) -> bool:
+    """Matrices as they lie best on one CPU, and on another."""
+    monkeypatch.setattr(params_module, "lies_best_in_out", lambda: request.param)
+    return request.param
+
+
 @pytest.mark.parametrize("positions", ["sinusoidal", "learned", "t5-bias"])
 @pytest.mark.parametrize("shared", ["all", "target-output", "none"])
-def test_prepared_parameters_answer_like_those_they_were_made_of(positions, shared):
+def test_prepared_parameters_answer_like_those_they_were_made_of(positions, shared, in_out):
     config = tiny_config(positions=positions, shared_embeddings=shared)
     params, source, target = random_params(config), random_ids(3, 7), random_ids(3, 5, seed=1)
     arguments = tuple(map(jnp.asarray, (source, [7, 5, 1], target)))
@@ -168,7 +176,7 @@ def test_prepared_parameters_answer_like_those_they_were_made_of(positions, shar
 
 @pytest.mark.parametrize("weights", ["float32", "int8"])
 @pytest.mark.parametrize("architecture", ["encoder-decoder", "decoder-only"])
-def test_prepared_parameters_make_queries_keys_and_values_in_one_product(architecture, weights):
+def test_prepared_parameters_make_queries_keys_and_values_in_one_product(architecture, weights, in_out):
     """And of groups of heads, rotated, without biases, what three products make."""
     for options in ({}, dict(num_kv_heads=2, head_dim=6, positions="rope", use_bias=False)):
         config = tiny_config(architecture=architecture, **options)
@@ -191,3 +199,21 @@ def test_prepared_parameters_make_queries_keys_and_values_in_one_product(archite
         assert made[0] - made[1] == 2 * layers
         exact, near = logits(params), logits(prepared)
         assert float(np.std(near - exact)) < {"float32": 1e-5, "int8": 0.05}[weights] * float(np.std(exact))
+
+
+@pytest.mark.parametrize("shared", ["all", "target-output", "none"])
+def test_only_float32_matrices_of_products_are_turned(shared, in_out):
+    config = tiny_config(positions="learned", shared_embeddings=shared)
+    for weights in ("float32", "bfloat16", "int8"):
+        prepared = prepare_for_inference(random_params(config), weights)
+        turned = in_out and weights == "float32"
+        layer = prepared["encoder"]["layer_0"]["feed_forward"]["up"]
+        assert set(layer) == {"weight_in_out" if turned else "weight", "bias"}
+        if turned:
+            assert layer["weight_in_out"].shape == (16, 24)
+        looked_up_only = {"source_embedding"} if shared != "all" else set()
+        looked_up_only |= {"target_embedding"} if shared == "none" else set()
+        for name in looked_up_only:
+            assert set(prepared[name]) == {"weight"}
+        assert set(prepared["encoder"]["position_embedding"]) == {"weight"}
+        assert set(prepared["output" if shared == "none" else "target_embedding"]) == set(layer) - {"bias"}

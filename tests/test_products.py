@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tolerances import assert_close, assert_same_bits
 
-from tfm.nn.products import Int8Weight, project, quantize
+from tfm.nn import products
+from tfm.nn.products import InOutWeight, Int8Weight, lies_best_in_out, project, quantize
 
 X = jax.random.normal(jax.random.key(0), (2, 5, 16))
 
@@ -26,6 +27,25 @@ def test_project_multiplies_by_the_transposed_weight_and_so_do_its_gradients(dty
     assert_close(gradients[0], np.asarray(downstream) @ np.asarray(weight), dtype=dtype)
     assert_close(gradients[1], downstream_rows.T @ rows, dtype=dtype)
     assert np.isfinite(y)
+
+
+def test_a_matrix_that_lies_in_out_multiplies_and_is_looked_up_like_one_that_lies_out_in():
+    weight = jax.random.normal(jax.random.key(2), (7, 16))
+    turned = InOutWeight(weight.T)
+    assert_close(project(X, turned, "float32"), project(X, weight, "float32"))
+    for ids in (jnp.array(3), jnp.array([6, 0]), jnp.array([[1, 2], [3, 3]])):
+        assert_same_bits(turned.rows(ids), weight[ids])
+
+
+@pytest.mark.parametrize(
+    ("cpu", "expected"), [("vendor_id\t: AuthenticAMD", True), ("vendor_id\t: GenuineIntel", False)]
+)
+def test_how_matrices_lie_depends_on_the_processor(vendor, expected, tmp_path, monkeypatch):
+    (tmp_path / "cpuinfo").write_text(f"vendor_id\t: {vendor}\n")
+    monkeypatch.setattr(products, "_CPU_INFO", tmp_path / "cpuinfo")
+    assert lies_best_in_out.__wrapped__() == expected
+    monkeypatch.setattr(products, "_CPU_INFO", tmp_path / "nothing")
+    assert not lies_best_in_out.__wrapped__()
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

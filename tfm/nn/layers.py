@@ -17,7 +17,7 @@ import jax.numpy as jnp
 
 from tfm.axes import Array, Float, Int, KeyArray
 from tfm.config import Activation, ModelConfig
-from tfm.nn.products import Dtype, Int8Weight, project
+from tfm.nn.products import Dtype, InOutWeight, Int8Weight, Weight, project
 
 ACTIVATIONS: dict[Activation, Callable[[Array], Array]] = {
     "relu": jax.nn.relu,
@@ -48,6 +48,13 @@ def stream_dtype(dtype: Dtype) -> Dtype:
     return "float32" if jax.default_backend() == "cpu" else dtype
 
 
+def weight_of(module: nn.Module, init: nn.initializers.Initializer, shape: tuple[int, int]) -> Weight:
+    """A module's matrix: its parameter `weight`, [out, in], or what `prepare_for_inference` put in its place."""
+    if module.has_variable("params", "weight_in_out"):
+        return InOutWeight(module.get_variable("params", "weight_in_out"))
+    return typing.cast(Array, module.param("weight", init, shape, jnp.float32))
+
+
 class Linear(nn.Module):
     """y = x Wᵀ + b, W lying [out, in] as in PyTorch: the order that a decode step, with its few rows, reads fastest."""
 
@@ -59,7 +66,7 @@ class Linear(nn.Module):
     def __call__(self, x: Float[Array, "*B I"]) -> Float[Array, "*B O"]:
         # variance 1 / (mean of in and out), uniform: Glorot and Bengio 2010
         init = nn.initializers.variance_scaling(1.0, "fan_avg", "uniform", in_axis=-1, out_axis=-2)
-        weight = self.param("weight", init, (self.features, x.shape[-1]), jnp.float32)
+        weight = weight_of(self, init, (self.features, x.shape[-1]))
         y = project(x, weight, self.dtype)
         if self.use_bias:
             bias = self.param("bias", nn.initializers.zeros, (self.features,), jnp.float32)
@@ -153,11 +160,11 @@ class Embedding(nn.Module):
     def setup(self) -> None:
         # variance 1/D, so that rows scaled by sqrt(D) and the logits of a shared table both start near variance 1
         init = nn.initializers.normal(1 / math.sqrt(self.dim))
-        self.weight = self.param("weight", init, (self.vocab_size, self.dim), jnp.float32)
+        self.weight = weight_of(self, init, (self.vocab_size, self.dim))
 
     def __call__(self, ids: Int[Array, "*B"]) -> Float[Array, "*B D"]:
-        weight: Array | Int8Weight = self.weight
-        rows = weight.rows(ids) if isinstance(weight, Int8Weight) else weight[ids]
+        weight = self.weight
+        rows = weight.rows(ids) if isinstance(weight, Int8Weight | InOutWeight) else weight[ids]
         return rows.astype(stream_dtype(self.dtype))
 
     def logits(self, x: Float[Array, "*B D"]) -> Float[Array, "*B V"]:

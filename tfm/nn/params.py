@@ -10,10 +10,13 @@ import jax.numpy as jnp
 
 from tfm.axes import KeyArray
 from tfm.config import ModelConfig
-from tfm.nn.products import Int8Weight, quantize
+from tfm.nn.products import Int8Weight, lies_best_in_out, quantize
 from tfm.nn.transformer import Model, build_model
 
 Params = dict[str, Any]
+
+_TABLES = {"relative_bias", "position_embedding"}
+"""What has a `weight` that nothing is multiplied by."""
 
 Weights = Literal["float32", "bfloat16", "int8"]
 """What the matrices of products and embeddings lie in while a model generates."""
@@ -42,7 +45,8 @@ def prepare_for_inference(params: Params, weights: Weights) -> Params:
 
     "bfloat16" is what a model of that dtype rounds its matrices to at every step, and its embeddings too. With "int8"
     the rows of the matrices, and the vectors that they meet, are rounded to 8 bits (`tfm.nn.products.Int8Weight`), a
-    quarter of the bytes. Biases, scales and tables of positions stay float32.
+    quarter of the bytes. Biases, scales and tables of positions stay float32. In float32, matrices of products lie
+    [in, out] where that is faster: see `tfm.nn.products.lies_best_in_out`.
 
     Raises:
         ValueError: weights that there are not, or parameters that have been prepared as int8 already.
@@ -52,19 +56,35 @@ def prepare_for_inference(params: Params, weights: Weights) -> Params:
     kept = jax.tree.leaves(params, is_leaf=lambda leaf: isinstance(leaf, Int8Weight))
     if any(isinstance(leaf, Int8Weight) for leaf in kept):
         raise ValueError("expected parameters as they were trained, got some that were prepared in int8 already")
-    return _prepare(params, weights)
+    return _prepare(params, weights, weights == "float32" and lies_best_in_out())
 
 
-@functools.partial(jax.jit, static_argnames="weights")
-def _prepare(params: Params, weights: Weights) -> Params:
+@functools.partial(jax.jit, static_argnames=("weights", "in_out"))
+def _prepare(params: Params, weights: Weights, in_out: bool) -> Params:
+    params = _with_joined_projections(params)
 
     def prepare(path: tuple[Any, ...], leaf: Any) -> Any:
         names = {key.key for key in path}
-        if "weight" not in names or names & {"relative_bias", "position_embedding"}:
+        if "weight" not in names or names & _TABLES:
             return leaf
         return Int8Weight(*quantize(leaf)) if weights == "int8" else leaf.astype(weights)
 
-    return typing.cast(Params, jax.tree_util.tree_map_with_path(prepare, _with_joined_projections(params)))
+    params = typing.cast(Params, jax.tree_util.tree_map_with_path(prepare, params))
+    only_looked_up = {"source_embedding"} | ({"target_embedding"} if "output" in params else set())
+    if in_out:
+        params = {name: part if name in only_looked_up else _in_out(part) for name, part in params.items()}
+    return params
+
+
+def _in_out(part: Params) -> Params:
+    """The same, each matrix transposed, as `weight_in_out`."""
+    turned = {}
+    for name, value in part.items():
+        if isinstance(value, dict):
+            turned[name] = value if name in _TABLES else _in_out(value)
+        else:
+            turned["weight_in_out" if name == "weight" else name] = value.T if name == "weight" else value
+    return turned
 
 
 def _with_joined_projections(params: Params) -> Params:
