@@ -136,19 +136,20 @@ def test_weights_lie_out_in():
     assert param_shapes(config.replace(shared_embeddings="none"))["output"]["weight"].shape == (V, 16)
 
 
-def test_parameters_are_prepared_once_and_as_something_that_there_is():
-    params = random_params(tiny_config())
-    with pytest.raises(ValueError, match="expected weights 'float32', 'bfloat16' or 'int8', got 'int4'"):
-        inspect.unwrap(prepare_for_inference)(params, "int4")
-    with pytest.raises(ValueError, match="expected parameters as they were trained"):
-        prepare_for_inference(prepare_for_inference(params, "int8"), "int8")
-
-
 @pytest.fixture(params=[False, True], ids=["out-in", "in-out"])
 def in_out(request, monkeypatch) -> bool:
     """Matrices as they lie best on one CPU, and on another."""
     monkeypatch.setattr(params_module, "lies_best_in_out", lambda: request.param)
     return request.param
+
+
+def test_parameters_are_prepared_once_and_as_something_that_there_is(in_out):
+    params = random_params(tiny_config())
+    with pytest.raises(ValueError, match="expected weights 'float32', 'bfloat16' or 'int8', got 'int4'"):
+        inspect.unwrap(prepare_for_inference)(params, "int4")
+    for first, then in itertools.product(["float32", "bfloat16", "int8"], repeat=2):
+        with pytest.raises(ValueError, match="expected parameters as they were trained"):
+            prepare_for_inference(prepare_for_inference(params, first), then)
 
 
 @pytest.mark.parametrize("positions", ["sinusoidal", "learned", "t5-bias"])

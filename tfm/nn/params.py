@@ -5,6 +5,7 @@ import math
 import typing
 from typing import Any, Literal
 
+import flax.traverse_util
 import jax
 import jax.numpy as jnp
 
@@ -49,13 +50,13 @@ def prepare_for_inference(params: Params, weights: Weights) -> Params:
     [in, out] where that is faster: see `tfm.nn.products.lies_best_in_out`.
 
     Raises:
-        ValueError: weights that there are not, or parameters that have been prepared as int8 already.
+        ValueError: weights that there are not, or parameters that have been prepared already.
     """
     if weights not in typing.get_args(Weights):
         raise ValueError(f"expected weights 'float32', 'bfloat16' or 'int8', got {weights!r}")
-    kept = jax.tree.leaves(params, is_leaf=lambda leaf: isinstance(leaf, Int8Weight))
-    if any(isinstance(leaf, Int8Weight) for leaf in kept):
-        raise ValueError("expected parameters as they were trained, got some that were prepared in int8 already")
+    names = {name for path in flax.traverse_util.flatten_dict(params) for name in path}
+    if names & {"query_key_value", "weight_in_out"}:
+        raise ValueError("expected parameters as they were trained, got some that were prepared already")
     return _prepare(params, weights, weights == "float32" and lies_best_in_out())
 
 
