@@ -273,7 +273,7 @@ def test_each_right_answer_is_scored_and_the_splits_of_a_run_too(trained, tmp_pa
 
 def test_answers_of_unknown_words_are_scored_with_one_warning(trained, capsys, monkeypatch):
     def asked(text):
-        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(text.encode())))
+        given(monkeypatch, text)
         capsys.readouterr()
         assert main(["score", str(trained / "run")]) == 0
         return capsys.readouterr()

@@ -97,7 +97,7 @@ def test_an_exported_model_answers_without_tfm(folder):
 @pytest.mark.slow
 @pytest.mark.usefixtures("compile_fast")
 @pytest.mark.parametrize("page", ["README.md", "docs/generation.md"])
-def test_the_lines_of_a_page_run_one_after_another(page, folder, tmp_path, monkeypatch, capsys):
+def test_the_lines_of_a_page_run_one_after_another(page, tmp_path, monkeypatch, capsys):
     """All but the programs that have a name, with a model where the page has one."""
     monkeypatch.chdir(tmp_path)
     tokenizer = Tokenizer.train(["A dog runs through the snow. Ein Hund kind of Schnee"], kind="char", vocab_size=290)

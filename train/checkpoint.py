@@ -255,21 +255,17 @@ class Checkpoints:
 
     def _check_writable(self, step: int, state: Any) -> None:
         """Finds beforehand what orbax's threads meet with thousands of lines, or wait for to the time limit."""
+        problem = f"the checkpoint of step {step} could not be written to {self.folder}"
         probe = self.folder / _PROBE
         try:
             probe.mkdir(exist_ok=True)
             probe.rmdir()
             disk = os.statvfs(self.folder)
         except OSError as error:
-            raise OSError(
-                f"the checkpoint of step {step} could not be written to {self.folder}: {error.strerror}"
-            ) from error
+            raise OSError(f"{problem}: {error.strerror}") from error
         needed, free = sum(leaf.nbytes for leaf in jax.tree.leaves(state)), disk.f_bavail * disk.f_frsize
         if disk.f_blocks and free < needed:  # some network file systems have no blocks, and no end
-            raise OSError(
-                f"the checkpoint of step {step} could not be written to {self.folder}: expected {needed:,} free bytes "
-                f"on its disk, got {free:,}"
-            )
+            raise OSError(f"{problem}: expected {needed:,} free bytes on its disk, got {free:,}")
 
     def _restore(self, step: int, template: Any) -> Restored:
         """Reads one checkpoint; `DamagedCheckpointError` where its files are at fault rather than the template."""

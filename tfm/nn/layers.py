@@ -7,7 +7,6 @@ float32 whatever flows.
 
 import functools
 import math
-import pathlib
 import typing
 from collections.abc import Callable
 
@@ -17,7 +16,7 @@ import jax.numpy as jnp
 
 from tfm.axes import Array, Float, Int, KeyArray
 from tfm.config import Activation, ModelConfig
-from tfm.nn.products import Dtype, InOutWeight, Int8Weight, Weight, project
+from tfm.nn.products import Dtype, InOutWeight, Int8Weight, Weight, cpu_info, project
 
 ACTIVATIONS: dict[Activation, Callable[[Array], Array]] = {
     "relu": jax.nn.relu,
@@ -38,8 +37,7 @@ def compute_dtype(dtype: str) -> Dtype:
         return typing.cast(Dtype, dtype)
     if jax.default_backend() != "cpu":
         return "bfloat16"
-    cpu_info = pathlib.Path("/proc/cpuinfo")
-    flags = cpu_info.read_text() if cpu_info.exists() else ""
+    flags = cpu_info()
     return "bfloat16" if "amx_bf16" in flags or "avx512_bf16" in flags else "float32"
 
 
@@ -56,7 +54,7 @@ def weight_of(module: nn.Module, init: nn.initializers.Initializer, shape: tuple
 
 
 class Linear(nn.Module):
-    """y = x Wᵀ + b, W lying [out, in] as in PyTorch: the order that a decode step, with its few rows, reads fastest."""
+    """y = x Wᵀ + b, W lying [out, in] as in PyTorch; see `tfm.nn.products` for how it is multiplied."""
 
     features: int
     use_bias: bool = True
