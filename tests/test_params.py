@@ -1,6 +1,7 @@
 import inspect
 import itertools
 
+import flax.errors
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -200,6 +201,21 @@ def test_prepared_parameters_make_queries_keys_and_values_in_one_product(archite
         assert made[0] - made[1] == 2 * layers
         exact, near = logits(params), logits(prepared)
         assert float(np.std(near - exact)) < {"float32": 1e-5, "int8": 0.05}[weights] * float(np.std(exact))
+
+
+def test_prepared_parameters_of_another_model_are_refused(in_out):
+    """Of another vocabulary, another width of a layer, and other heads, as those that were trained are."""
+    config = tiny_config(shared_embeddings="all", num_kv_heads=2)
+    prepared = prepare_for_inference(random_params(config), "float32")
+    arguments = tuple(map(jnp.asarray, (random_ids(2, 6), [6, 3], random_ids(2, 4, seed=1))))
+    more = 2 * config.source_vocab_size
+    for other in (
+        dict(source_vocab_size=more, target_vocab_size=more),
+        dict(feed_forward_dim=2 * config.feed_forward_dim, use_bias=False),
+        dict(num_kv_heads=1, use_bias=False),
+    ):
+        with pytest.raises((ValueError, flax.errors.ScopeParamShapeError), match="shape"):
+            tiny_model(config.replace(**other)).apply({"params": prepared}, *arguments)
 
 
 @pytest.mark.parametrize("shared", ["all", "target-output", "none"])

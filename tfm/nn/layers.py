@@ -47,9 +47,19 @@ def stream_dtype(dtype: Dtype) -> Dtype:
 
 
 def weight_of(module: nn.Module, init: nn.initializers.Initializer, shape: tuple[int, int]) -> Weight:
-    """A module's matrix: its parameter `weight`, [out, in], or what `prepare_for_inference` put in its place."""
+    """A module's matrix: its parameter `weight`, [out, in], or what `prepare_for_inference` put in its place.
+
+    Raises:
+        ValueError: the parameters are those of another model; Flax says so of `weight` only.
+    """
     if module.has_variable("params", "weight_in_out"):
-        return InOutWeight(module.get_variable("params", "weight_in_out"))
+        transposed: Array = module.get_variable("params", "weight_in_out")
+        if transposed.shape != shape[::-1]:
+            raise ValueError(
+                f"expected a matrix weight_in_out of shape {shape[::-1]} in {'/'.join(module.path)}, got "
+                f"{transposed.shape}: parameters of another model"
+            )
+        return InOutWeight(transposed)
     return typing.cast(Array, module.param("weight", init, shape, jnp.float32))
 
 
