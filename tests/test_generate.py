@@ -361,7 +361,7 @@ def test_no_global_setting_is_changed():
         from tfm.config import ModelConfig
         from tfm.decoding.generate import generate
         from tfm.nn.params import param_shapes
-        from tfm.nn.transformer import build_model
+        from tfm.nn.models import build_model
         config = ModelConfig(model_dim=8, num_heads=2, encoder_layers=1, decoder_layers=1)
         run = lambda params: generate(build_model(config), params, jax.numpy.ones((1, 1), int), max_tokens=1)
         jax.eval_shape(run, param_shapes(config))

@@ -19,8 +19,8 @@ from tfm.decoding.generate import generate
 from tfm.decoding.mbr import MinimumBayesRisk
 from tfm.decoding.sampling import Greedy, Samples, Sampling
 from tfm.decoding.stream import stream
+from tfm.nn.models import build_model
 from tfm.nn.params import init_params
-from tfm.nn.transformer import build_model
 from tfm.pipeline import TextModel
 from tfm.text_constraints import TextConstraints
 from tfm.tokenizer import Tokenizer
