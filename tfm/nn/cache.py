@@ -198,10 +198,7 @@ def write(cache: KeysValues, new: KeysValues, starts: Int[Array, "B"]) -> KeysVa
     )
 
 
-AnyCacheT = typing.TypeVar("AnyCacheT", Cache, RecurrentCache)
-
-
-def widen(cache: AnyCacheT, width: int) -> AnyCacheT:
+def widen(cache: AnyCache, width: int) -> AnyCache:
     """W equal hypotheses for each row, on one source, [B, K, S, H], which is not repeated.
 
     A recurrent model's carries are repeated. In a Transformer what has been written stays that of the first hypothesis,
@@ -236,7 +233,7 @@ def _is_widened(cache: AnyCache) -> bool:
     return (cache.hypotheses if isinstance(cache, RecurrentCache) else cache.ancestors) is not None
 
 
-def grow(cache: AnyCacheT, capacity: int) -> AnyCacheT:
+def grow(cache: AnyCache, capacity: int) -> AnyCache:
     """The same with room for more tokens, free places behind those that there were: a copy, each time.
 
     A recurrent model's cache has room for any number, and stays as it is.
@@ -264,7 +261,7 @@ def grow(cache: AnyCacheT, capacity: int) -> AnyCacheT:
     return Cache(layers, cache.lengths, cache.source_lengths, ancestors)
 
 
-def reorder(cache: AnyCacheT, parents: Int[Array, "BW"]) -> AnyCacheT:
+def reorder(cache: AnyCache, parents: Int[Array, "BW"]) -> AnyCache:
     """Hypothesis i of the result continues hypothesis parents[i]: only the index of ancestors changes, or the carries.
 
     Args:

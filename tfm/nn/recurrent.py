@@ -81,10 +81,12 @@ class RecurrentEncoder(nn.Module):
             place: dict[str, typing.Any] = dict(parent=None) if name is None else dict(name=name)
             return nn.RNN(make_cell(config, self.dtype), return_carry=True, **place)
 
+        def read_both_ways(name: str) -> nn.Bidirectional:
+            return nn.Bidirectional(read(), read(), return_carry=True, name=name)
+
+        self.layers = [(read_both_ways if config.bidirectional else read)(f"layer_{i}") for i in numbers]
         if not config.bidirectional:
-            self.layers = [read(f"layer_{i}") for i in numbers]
             return
-        self.layers = [nn.Bidirectional(read(), read(), return_carry=True, name=f"layer_{i}") for i in numbers]
         linear = functools.partial(layers.Linear, config.model_dim, use_bias=False, dtype=self.dtype)
         self.start_hidden = [linear(name=f"start_hidden_{i}") for i in numbers]
         if config.cell == "lstm":
@@ -174,7 +176,7 @@ class DecoderStep(nn.Module):
         elif config.source_context == "additive":
             context, weights = look(hidden(state.carries[-1]))
             read.append(context)
-        if config.input_feeding:
+        if state.attentional is not None:
             read.append(state.attentional)
         x, carries = jnp.concatenate(read, axis=-1), []
         for i, cell in enumerate(self.cells):

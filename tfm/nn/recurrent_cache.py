@@ -40,8 +40,9 @@ class Source:
 
     def stored(self, dtype: CacheDtype) -> "Source":
         """As a cache of that dtype holds it; the last state stays float32."""
-        states = None if self.states is None else stored(self.states, dtype)
-        keys = None if self.keys is None else stored(self.keys, dtype)
+        assert not isinstance(self.states, Int8Vectors)
+        assert not isinstance(self.keys, Int8Vectors)
+        states, keys = (None if x is None else stored(x, dtype) for x in (self.states, self.keys))
         return Source(states, keys, self.last)
 
 

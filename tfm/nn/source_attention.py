@@ -70,8 +70,9 @@ class SourceAttention(nn.Module):
         Returns:
             The mean of the states by the weights, and the weights; zeros where there is no source.
         """
-        states, keys = _floats(source.states), _floats(source.keys)
-        scores = self._scores(query, states if keys is None else keys)
+        assert source.states is not None
+        states = _floats(source.states)
+        scores = self._scores(query, states if source.keys is None else _floats(source.keys))
         visible, nearness = self._window(query, states.shape[1], source_lengths, position)
         weights = masked_softmax(scores, visible)
         if nearness is not None:
@@ -119,5 +120,5 @@ def masked_softmax(scores: Float[Array, "*B S"], visible: Bool[Array, "*B S"]) -
     return jnp.where(visible, weights, 0)
 
 
-def _floats(x: Array | Int8Vectors | None) -> Array | None:
+def _floats(x: Array | Int8Vectors) -> Array:
     return x.values * x.scales if isinstance(x, Int8Vectors) else x
