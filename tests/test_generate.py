@@ -20,6 +20,7 @@ from ragged_requests import (
     B,
     P,
     S,
+    both_architectures,
     every_architecture,
     prompt_of,
     run,
@@ -148,7 +149,7 @@ def shaped_params(config, end_logit):
     return params
 
 
-@every_architecture
+@both_architectures
 def test_an_end_at_the_first_step_is_one_token(config):
     generation = run(config, shaped_params(config, 50.0))
     assert generation.tokens[:, 0].tolist() == [config.end_id] * B
@@ -161,7 +162,7 @@ def test_an_end_at_the_first_step_is_one_token(config):
     assert nothing.finished.tolist() == [False, True] * 3
 
 
-@every_architecture
+@both_architectures
 def test_draws_of_rows_and_steps_are_independent(config):
     """An even model over the ten tokens that do not end: frequencies by chi-square, and neighbours in time and in rows
     agree one time in ten, 5 sigma; a right loop fails once in 300,000 seeds, and the seed is fixed.
@@ -341,7 +342,7 @@ def test_it_works_inside_a_callers_jit(config):
     assert compilations.count == 0, compilations.names
 
 
-@every_architecture
+@both_architectures
 def test_the_loop_holds_one_cache(config, compile_fully):
     """Each step writes into the cache that the loop carries; a copy would double the memory and cost its bandwidth."""
     config = config.replace(max_target_length=4096, head_dim=32)  # or scores and biases would weigh as much

@@ -133,9 +133,10 @@ class DecoderState:
 class DecoderStep(nn.Module):
     """One token of every hypothesis: what comes from the source joins its embedding, and the cells follow each other.
 
-    Bahdanau et al. 2014 look at the source before the step, with the last layer's state, which does not know the token
-    that the step reads, and the first cell reads what they find. Luong et al. 2015 look after it, with the state that the step came to, and what they predict from is the
-    attentional vector h̃ = tanh(W_c [c; h]) (equation 5), which with input feeding the next step's first cell reads.
+    Bahdanau et al. 2014 look at the source before the step, with the last layer's state, which does not know yet the
+    token that the step reads, and the first cell reads what they find. Luong et al. 2015 look after it, with the state
+    that the step came to, and what they predict from is the attentional vector h̃ = tanh(W_c [c; h]) (equation 5),
+    which with input feeding the next step's first cell reads.
     """
 
     config: ModelConfig
