@@ -1,6 +1,8 @@
 """Recurrent models against their equations; what holds for all models is tested with theirs, too."""
 
+import dataclasses
 import functools
+import io
 import math
 
 import jax
@@ -8,13 +10,15 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+import rich.console
+import tiny_run
 from mixtures import name_of
 from recurrent_kinds import ADDITIVE, EVERY, FED, FIXED, ONE_LAYER, recurrent_config
 from tiny_models import V, random_ids, random_params, tiny_config, tiny_model
 from tolerances import assert_close, assert_same_bits
 
 from tfm.batch import make_batch
-from tfm.config import PRESETS, preset
+from tfm.config import PRESETS, ModelConfig, preset
 from tfm.decoding.alignment import attention_weights
 from tfm.decoding.beam import BeamSearch
 from tfm.decoding.generate import generate, generate_n_best
@@ -23,7 +27,9 @@ from tfm.nn import layers
 from tfm.nn.cache import cache_bytes, grow, init_cache, reorder, widen
 from tfm.nn.params import count_params, init_params, param_shapes, prepare_for_inference
 from train.config import LossConfig
+from train.loop import train
 from train.loss import batch_loss
+from train.progress import Reporter
 
 pytestmark = pytest.mark.usefixtures("compile_fast")
 
@@ -423,6 +429,24 @@ def test_reversal_is_learned():
         for row, length, target in zip(np.asarray(made.tokens), np.asarray(made.lengths), targets, strict=True)
     ]
     assert np.mean(right) >= 0.9
+
+
+@pytest.mark.slow
+def test_a_run_that_goes_on_ends_as_one_that_was_not_stopped(tmp_path):
+    """Bit for bit; and every batch goes through one compiled step."""
+    model = ModelConfig(
+        architecture="recurrent", cell="gru", bidirectional=True, model_dim=16, encoder_layers=1, decoder_layers=1,
+        dropout_rate=0.2,
+    )  # fmt: skip
+    config = tiny_run.tiny_config(tmp_path, model=model, steps=6, batch={"max_shapes": 1})
+    reporter = Reporter(rich.console.Console(file=io.StringIO()))
+    train(config, tmp_path / "whole", reporter=reporter)
+    train(dataclasses.replace(config, steps=3), tmp_path / "stopped", reporter=reporter)
+    train(config, tmp_path / "stopped", reporter=reporter)
+    whole, stopped = (tiny_run.final_state(tmp_path / name) for name in ("whole", "stopped"))
+    assert whole.keys() == stopped.keys()
+    for name, value in whole.items():
+        assert_same_bits(stopped[name], value)
 
 
 # Errors
