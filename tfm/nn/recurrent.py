@@ -35,7 +35,8 @@ def make_cell(config: ModelConfig, dtype: layers.Dtype, name: str | None = None)
     """One recurrent cell of D units, to be named by the module that it is given to unless it has a name here.
 
     Its products are made in `dtype`; gates and what goes into the carry are float32, or states would be rounded at
-    every step. In an Elman cell h_t = tanh(W_xh x_t + W_hh h_{t-1} + b_h).
+    every step. In an Elman cell h_t = tanh(W_xh x_t + W_hh h_{t-1} + b_h). A GRU's reset gate multiplies W_hn h + b_hn,
+    where that of Cho et al. 2014 multiplies h before the product.
     """
     common: dict[str, typing.Any] = dict(features=config.model_dim, activation_fn=_tanh, dtype=dtype, name=name)
     if name is None:
