@@ -18,7 +18,7 @@ from tfm.nn.attention import Kernel, dot_product_attention
 from tfm.nn.cache import KeysValues
 from tfm.nn.layers import compute_dtype
 from tfm.nn.masks import Visible
-from tfm.nn.transformer import Model, build_model
+from tfm.nn.models import Model, build_model
 from train.config import LossConfig, OptimizerConfig, TokenizerConfig, TrainConfig
 from train.optimizer import make_optimizer
 from train.step import init_state, make_train_step

@@ -15,8 +15,8 @@ from benchmarks.train_tfm import model_config, peak_memory
 from benchmarks.worker import Handlers, serve
 from tfm.decoding.beam import BeamSearch
 from tfm.decoding.generate import generate, generate_n_best
+from tfm.nn.models import build_model
 from tfm.nn.params import Weights, init_params, prepare_for_inference
-from tfm.nn.transformer import build_model
 
 _compiled: list[float] = []
 """Seconds of each compilation of this process."""

@@ -15,8 +15,8 @@ from tfm.axes import Array
 from tfm.config import ModelConfig
 from tfm.decoding.generate import generate
 from tfm.decoding.sampling import Greedy
+from tfm.nn.models import build_model
 from tfm.nn.params import init_params
-from tfm.nn.transformer import build_model
 
 
 @typing.no_type_check

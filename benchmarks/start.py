@@ -57,8 +57,8 @@ def save_random_model(folder: Path, case: TrainingCase) -> None:
     import jax
 
     from benchmarks.train_tfm import model_config
+    from tfm.nn.models import build_model
     from tfm.nn.params import init_params
-    from tfm.nn.transformer import build_model
     from tfm.store import save_model
     from tfm.tokenizer import Tokenizer
 

@@ -13,8 +13,8 @@ from benchmarks.worker import Handlers, peak_memory_bytes, serve
 from tfm.batch import Batch
 from tfm.config import ModelConfig
 from tfm.nn.layers import Dtype, compute_dtype
+from tfm.nn.models import build_model
 from tfm.nn.params import count_params
-from tfm.nn.transformer import build_model
 from train.config import LossConfig, OptimizerConfig, TokenizerConfig, TrainConfig
 from train.optimizer import make_optimizer
 from train.step import init_state, make_train_step

@@ -6,8 +6,8 @@ import jax
 import numpy as np
 
 from tfm.config import ModelConfig, preset
+from tfm.nn.models import build_model
 from tfm.nn.params import init_params
-from tfm.nn.transformer import build_model
 from tfm.store import load_model, save_model
 from tfm.tokenizer import Tokenizer
 

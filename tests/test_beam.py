@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tiny_models import tiny_config
 from tolerances import assert_close
 
 from tfm.decoding.beam import BeamSearch, beam_search
@@ -310,12 +311,12 @@ def test_alpha_may_differ_by_row_and_a_row_may_want_nothing():
 )
 def test_settings_that_cannot_be(changes, message):
     with pytest.raises(ValueError, match=message):
-        BeamSearch(**changes).check(3, vocab_size=9)
+        BeamSearch(**changes).check(3, tiny_config(source_vocab_size=9, target_vocab_size=9))
 
 
 def test_numpys_whole_numbers_are_those_of_python():
     search = BeamSearch(width=np.int64(4), num_best=np.uint8(2), groups=np.int32(2))
-    search.check(3, vocab_size=9)
+    search.check(3, tiny_config(source_vocab_size=9, target_vocab_size=9))
     assert search == BeamSearch(width=4, num_best=2, groups=2)
     assert {type(number) for number in (search.width, search.num_best, search.groups)} == {int}
 

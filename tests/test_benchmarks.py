@@ -18,8 +18,8 @@ from benchmarks.flops import decode_step_cost, peak_flops, train_step_flops
 from tfm.batch import Batch
 from tfm.nn import attention
 from tfm.nn.cache import init_cache, widen
+from tfm.nn.models import build_model
 from tfm.nn.params import param_shapes
-from tfm.nn.transformer import build_model
 from train.config import LossConfig
 from train.loss import batch_loss
 from train.optimizer import make_optimizer

@@ -11,8 +11,8 @@ from tfm.answering import Answer
 from tfm.batch import make_batch
 from tfm.config import ModelConfig
 from tfm.decoding.sampling import Greedy
+from tfm.nn.models import build_model
 from tfm.nn.params import init_params
-from tfm.nn.transformer import build_model
 from tfm.pipeline import TextModel
 from train.evaluate import Sample, evaluate, held_out_loss, perplexity
 from train.step import make_eval_step

@@ -14,8 +14,8 @@ from tfm.config import preset
 from tfm.decoding.beam import BeamSearch
 from tfm.decoding.mbr import MinimumBayesRisk
 from tfm.decoding.sampling import Greedy, Samples, Sampling
+from tfm.nn.models import build_model
 from tfm.nn.params import init_params
-from tfm.nn.transformer import build_model
 from tfm.pipeline import TextModel
 from tfm.text_constraints import TextConstraints
 from tfm.tokenizer import Tokenizer

@@ -7,7 +7,7 @@ import jax
 import numpy as np
 import pytest
 from compile_counter import count_compilations
-from one_layer import CONFIGS, both_architectures
+from one_layer import CONFIGS, every_architecture
 from tiny_models import random_ids, random_params, tiny_model
 from tolerances import assert_same_bits, assert_same_but_for_rounding
 
@@ -19,8 +19,8 @@ from tfm.decoding.generate import generate
 from tfm.decoding.mbr import MinimumBayesRisk
 from tfm.decoding.sampling import Greedy, Samples, Sampling
 from tfm.decoding.stream import stream
+from tfm.nn.models import build_model
 from tfm.nn.params import init_params
-from tfm.nn.transformer import build_model
 from tfm.pipeline import TextModel
 from tfm.text_constraints import TextConstraints
 from tfm.tokenizer import Tokenizer
@@ -34,7 +34,7 @@ pytestmark = pytest.mark.usefixtures("compile_fast")
 
 
 @pytest.mark.parametrize("sampler", [Greedy(), Sampling(temperature=0.9)], ids=["greedy", "sampling"])
-@both_architectures
+@every_architecture
 def test_states_lead_token_by_token_to_what_is_generated(config, sampler):
     model, params = tiny_model(config), random_params(config)
     arguments = dict(

@@ -15,8 +15,9 @@ from tolerances import assert_close, assert_same_bits
 from tfm.config import Positions
 from tfm.nn import layers
 from tfm.nn.logprob import smoothed_cross_entropy
+from tfm.nn.models import build_model
 from tfm.nn.params import param_shapes
-from tfm.nn.transformer import DecoderOnly, EncoderDecoder, build_model, join
+from tfm.nn.transformer import DecoderOnly, EncoderDecoder, join
 
 pytestmark = pytest.mark.usefixtures("compile_fast")
 

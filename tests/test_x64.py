@@ -16,7 +16,7 @@ from tfm.decoding.beam import BeamSearch
 from tfm.decoding.constraints import Constraints
 from tfm.decoding.generate import generate, generate_n_best
 from tfm.nn.params import init_params
-from tfm.nn.transformer import build_model
+from tfm.nn.models import build_model
 from tfm.store import load_model, save_model
 from tfm.tokenizer import Tokenizer
 

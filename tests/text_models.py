@@ -8,8 +8,8 @@ import pytest
 from tfm import answering
 from tfm.answering import Answer
 from tfm.config import ModelConfig, preset
+from tfm.nn.models import build_model
 from tfm.nn.params import init_params
-from tfm.nn.transformer import build_model
 from tfm.pipeline import TextModel
 from tfm.tokenizer import Tokenizer
 

@@ -10,8 +10,8 @@ import numpy as np
 from jax._src import compiler
 
 from tfm.config import ModelConfig
+from tfm.nn.models import Model, build_model
 from tfm.nn.params import param_shapes
-from tfm.nn.transformer import Model, build_model
 
 V = 11
 

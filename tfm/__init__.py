@@ -21,9 +21,11 @@ if TYPE_CHECKING:
     from tfm.decoding.score import Scores, score
     from tfm.decoding.stepping import Generation
     from tfm.decoding.stream import stream
-    from tfm.nn.cache import Cache, cache_bytes
+    from tfm.nn.cache import Cache, RecurrentCache, cache_bytes
+    from tfm.nn.models import build_model
     from tfm.nn.params import count_params, init_params
-    from tfm.nn.transformer import DecoderOnly, EncoderDecoder, build_model
+    from tfm.nn.recurrent import Recurrent
+    from tfm.nn.transformer import DecoderOnly, EncoderDecoder
     from tfm.pairs import Alignment, PairScore
     from tfm.pipeline import TextModel, load
     from tfm.store import StoredModel, load_model, save_model
@@ -44,9 +46,11 @@ _HOMES = {
     "tfm.decoding.score": ("Scores", "score"),
     "tfm.decoding.stepping": ("Generation",),
     "tfm.decoding.stream": ("stream",),
-    "tfm.nn.cache": ("Cache", "cache_bytes"),
+    "tfm.nn.cache": ("Cache", "RecurrentCache", "cache_bytes"),
     "tfm.nn.params": ("count_params", "init_params"),
-    "tfm.nn.transformer": ("DecoderOnly", "EncoderDecoder", "build_model"),
+    "tfm.nn.models": ("build_model",),
+    "tfm.nn.recurrent": ("Recurrent",),
+    "tfm.nn.transformer": ("DecoderOnly", "EncoderDecoder"),
     "tfm.pairs": ("Alignment", "PairScore"),
     "tfm.pipeline": ("TextModel", "load"),
     "tfm.store": ("StoredModel", "load_model", "save_model"),
@@ -61,8 +65,8 @@ __all__ = [  # noqa: RUF022 - grouped by module, as above
     "AttentionWeights", "attention_weights", "word_alignment",
     "BeamSearch", "NBest", "Generation", "generate", "generate_n_best", "stream", "decode_step", "prefill",
     "Greedy", "MinimumBayesRisk", "Samples", "Sampling", "Constraints", "Scores", "score",
-    "Cache", "cache_bytes", "count_params", "init_params",
-    "DecoderOnly", "EncoderDecoder", "build_model",
+    "Cache", "RecurrentCache", "cache_bytes", "count_params", "init_params",
+    "DecoderOnly", "EncoderDecoder", "Recurrent", "build_model",
     "Alignment", "PairScore",
     "Answer", "TextModel", "load",
     "StoredModel", "load_model", "save_model",

@@ -21,8 +21,8 @@ from tfm.decoding.constraints import Constraints
 from tfm.decoding.mbr import MinimumBayesRisk, rank_by_utility
 from tfm.decoding.requests import Decoding, Made, generate_rows, stream_rows, traceable, width_of
 from tfm.decoding.sampling import Greedy, Sampling
+from tfm.nn.models import Model
 from tfm.nn.params import Params
-from tfm.nn.transformer import Model
 from tfm.pairs import check_lengths, check_texts
 from tfm.text_constraints import encode_constraints, known_ids, rows_of
 from tfm.tokenizer import Tokenizer
@@ -108,7 +108,7 @@ class Engine:
         """Checks requests: see `TextModel.generate`."""
         texts = several("texts", texts)
         limit = self.checked_max_tokens(max_tokens)
-        sampler = traceable(sampler, self.config.target_vocab_size)
+        sampler = traceable(sampler, self.config)
         seeds, places = _seeds(seed, len(texts))
         sources, prompts = self.sources(texts, long_texts), self.prompts(prefixes, len(texts))
         rules = encode_constraints(constraints, len(texts), self.target_tokenizer, self.config)

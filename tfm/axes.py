@@ -11,6 +11,7 @@ K    key/value heads (N = K · G; K = N is multi-head, K = 1 multi-query attenti
 G    query heads that share one key/value head
 H    head dimension
 D    model dimension, the width of the residual stream
+E    width of a recurrent encoder's states: D, or 2 · D where it reads in both directions
 F    feed-forward dimension
 V    vocabulary size
 W    beam width: hypotheses of one source, lying row after row, so that [BW, …] has B · W rows

@@ -72,3 +72,11 @@ def _nearest_float(number: Any) -> float:
         return float(number)
     except OverflowError:
         return math.inf if number > 0 else -math.inf
+
+
+def check_length(what: str, length: int, most: int, least: int = 0) -> None:
+    """Raises ValueError for a number of tokens that a model does not accept; `what` names what has them."""
+    if length > most:
+        raise ValueError(f"expected a {what} of at most {most} tokens, got {length}")
+    if length < least:
+        raise ValueError(f"expected a {what} of at least {least} tokens, got {length}")

@@ -10,20 +10,30 @@ import typing
 from collections.abc import Mapping
 from typing import Any, Literal
 
-Architecture = Literal["encoder-decoder", "decoder-only"]
+Architecture = Literal["encoder-decoder", "decoder-only", "recurrent"]
 Positions = Literal["sinusoidal", "sinusoidal-halves", "learned", "rope", "rope-halves", "t5-bias", "alibi", "none"]
 Norm = Literal["layernorm", "rmsnorm"]
 NormPosition = Literal["pre", "post"]
 Activation = Literal["relu", "gelu", "silu"]
 SharedEmbeddings = Literal["none", "target-output", "all"]
+Cell = Literal["rnn", "lstm", "gru"]
+SourceContext = Literal["fixed", "fixed-each-step", "additive", "dot", "general", "concat"]
+LocalAttention = Literal["none", "monotonic", "predictive"]
+LUONG: tuple[SourceContext, ...] = ("dot", "general", "concat")
+"""The scores of Luong et al. 2015."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """The description of a Transformer. Letters in brackets are those of `tfm.axes`."""
+    """The description of a model. Letters in brackets are those of `tfm.axes`.
+
+    A Transformer ignores the settings from `cell` to `input_feeding`. A recurrent model, which has these, ignores those
+    of heads, positions, norms, the feed-forward layer and biases, and its `dropout_rate` is the only one.
+    """
 
     architecture: Architecture = "encoder-decoder"
-    """`decoder-only` reads source and target as one sequence."""
+    """`encoder-decoder` and `decoder-only` are Transformers, of which the second reads source and target as one
+    sequence; `recurrent` is an encoder-decoder of recurrent cells (`tfm.nn.recurrent`)."""
     source_vocab_size: int = 32_000
     """Rows of the source embedding [V]. A decoder-only model reads source and target with the target embedding."""
     target_vocab_size: int = 32_000
@@ -36,7 +46,7 @@ class ModelConfig:
     """Ends every target; generation of a row stops after it."""
 
     model_dim: int = 512
-    """Width of the residual stream [D]."""
+    """Width of the residual stream [D]; of a recurrent model's embeddings, states and gates."""
     feed_forward_dim: int = 2048
     """Width between the two feed-forward products [F]."""
     num_heads: int = 8
@@ -48,7 +58,7 @@ class ModelConfig:
     encoder_layers: int = 6
     """Layers of the encoder; a decoder-only model has none, whatever stands here."""
     decoder_layers: int = 6
-    """Layers of the decoder [L]."""
+    """Layers of the decoder [L]; in a recurrent model as many as the encoder has, each starting from its own."""
 
     positions: Positions = "sinusoidal"
     """`sinusoidal` interleaves sin and cos as 2i, 2i+1; `sinusoidal-halves` has all sines first. `rope` rotates the
@@ -93,11 +103,38 @@ class ModelConfig:
     feed_forward_dropout_rate: float = 0.0
     """On the feed-forward's hidden units."""
 
+    cell: Cell = "lstm"
+    """`rnn` is Elman's with tanh; `lstm` Hochreiter and Schmidhuber 1997 with forget gates; `gru` Cho et al. 2014."""
+    bidirectional: bool = False
+    """True: each layer of the encoder reads the source in both directions, and its states are as wide as both."""
+    source_context: SourceContext = "additive"
+    """How the decoder gets at the source. `fixed`: it starts from the encoder's last states, and has nothing else
+    (Sutskever et al. 2014). `fixed-each-step`: its steps read the encoder's last state, too (Cho et al. 2014). The rest
+    is attention, which the decoder looks for `additive` before a step (Bahdanau et al. 2014), or, with `dot`, `general`
+    or `concat` as the score, after it (Luong et al. 2015)."""
+    local_attention: LocalAttention = "none"
+    """Luong's attention may see a window of the source only, around the decoder's own position (`monotonic`) or around
+    one that it predicts (`predictive`)."""
+    attention_window: int = 10
+    """Source tokens that local attention sees on either side of its middle: Luong's D."""
+    input_feeding: bool = False
+    """True: what Luong's attention made of a step is an input of the next one (section 3.3)."""
+
     def __post_init__(self) -> None:
         """Raises ValueError, naming every field that cannot be."""
         problems = list(_problems(self))
         if problems:
             raise ValueError("model config: " + "; ".join(problems))
+
+    @property
+    def has_encoder(self) -> bool:
+        """Whether the source is encoded apart from the target."""
+        return self.architecture != "decoder-only"
+
+    @property
+    def attends_to_source(self) -> bool:
+        """Whether there are attention weights on the source."""
+        return self.architecture != "recurrent" or self.source_context not in ("fixed", "fixed-each-step")
 
     @property
     def kv_heads(self) -> int:
@@ -160,8 +197,29 @@ def _problems(config: ModelConfig):
         if getattr(config, name) < 1:
             yield f"{name} must be at least 1, not {getattr(config, name)}"
             return
-    if config.encoder_layers < 0 or (config.encoder_layers == 0 and config.architecture == "encoder-decoder"):
+    if config.encoder_layers < 0 or (config.encoder_layers == 0 and config.has_encoder):
         yield f"encoder_layers must be at least 1, not {config.encoder_layers}"
+    yield from _recurrent_problems(config) if config.architecture == "recurrent" else _transformer_problems(config)
+    if not 0 <= config.dropout_rate < 1:
+        yield f"dropout_rate must be at least 0 and less than 1, not {config.dropout_rate}"
+    if config.shared_embeddings == "all" and config.source_vocab_size != config.target_vocab_size:
+        yield (
+            f"shared_embeddings = 'all' needs equal vocabularies, not {config.source_vocab_size} and "
+            f"{config.target_vocab_size}"
+        )
+    if config.architecture == "decoder-only" and config.source_vocab_size != config.target_vocab_size:
+        yield (
+            "a decoder-only model has one vocabulary: source_vocab_size and target_vocab_size must be equal, not "
+            f"{config.source_vocab_size} and {config.target_vocab_size}"
+        )
+    for name in ("pad_id", "start_id", "end_id"):
+        if not 0 <= getattr(config, name) < config.target_vocab_size:
+            yield f"{name} must be an id of the target vocabulary (0 to {config.target_vocab_size - 1}), not " + str(
+                getattr(config, name)
+            )
+
+
+def _transformer_problems(config: ModelConfig):
     if config.num_kv_heads is not None and config.num_kv_heads < 1:
         yield f"num_kv_heads must be at least 1, not {config.num_kv_heads}"
     elif config.num_heads % config.kv_heads:
@@ -181,28 +239,39 @@ def _problems(config: ModelConfig):
             f"relative_max_distance ({config.relative_max_distance}) must be more than half of relative_buckets "
             f"({config.relative_buckets})"
         )
-    for name in ("dropout_rate", "attention_dropout_rate", "feed_forward_dropout_rate"):
+    for name in ("attention_dropout_rate", "feed_forward_dropout_rate"):
         if not 0 <= getattr(config, name) < 1:
             yield f"{name} must be at least 0 and less than 1, not {getattr(config, name)}"
     if not config.norm_epsilon > 0:
         yield f"norm_epsilon must be more than 0, not {config.norm_epsilon}"
     if not config.rope_base > 1:
         yield f"rope_base must be more than 1, not {config.rope_base}"
-    if config.shared_embeddings == "all" and config.source_vocab_size != config.target_vocab_size:
+
+
+def _recurrent_problems(config: ModelConfig):
+    is_luong = config.source_context in LUONG
+    if config.encoder_layers != config.decoder_layers:
         yield (
-            f"shared_embeddings = 'all' needs equal vocabularies, not {config.source_vocab_size} and "
-            f"{config.target_vocab_size}"
+            "a recurrent decoder starts layer by layer from its encoder: encoder_layers and decoder_layers must be "
+            f"equal, not {config.encoder_layers} and {config.decoder_layers}"
         )
-    if config.architecture == "decoder-only" and config.source_vocab_size != config.target_vocab_size:
+    if config.source_context == "dot" and config.bidirectional:
         yield (
-            "a decoder-only model has one vocabulary: source_vocab_size and target_vocab_size must be equal, not "
-            f"{config.source_vocab_size} and {config.target_vocab_size}"
+            "source_context = 'dot' needs states of one width on both sides, and an encoder with bidirectional = true "
+            "has twice the decoder's: 'general' has a matrix between them"
         )
-    for name in ("pad_id", "start_id", "end_id"):
-        if not 0 <= getattr(config, name) < config.target_vocab_size:
-            yield f"{name} must be an id of the target vocabulary (0 to {config.target_vocab_size - 1}), not " + str(
-                getattr(config, name)
-            )
+    if config.local_attention != "none" and not is_luong:
+        yield (
+            f"local_attention must be 'none' where source_context is {config.source_context!r}: it is for "
+            f"{', '.join(LUONG)}"
+        )
+    if config.attention_window < 1:
+        yield f"attention_window must be at least 1, not {config.attention_window}"
+    if config.input_feeding and not is_luong:
+        yield (
+            f"input_feeding must be false where source_context is {config.source_context!r}: it is for "
+            f"{', '.join(LUONG)}"
+        )
 
 
 def _vaswani(**sizes: Any) -> dict[str, Any]:
@@ -213,6 +282,14 @@ def _vaswani(**sizes: Any) -> dict[str, Any]:
     )  # fmt: skip
 
 
+def _recurrent(cell: Cell, layers: int, **settings: Any) -> dict[str, Any]:
+    """Recurrent cells, as many layers on both sides."""
+    return dict(
+        architecture="recurrent", cell=cell, encoder_layers=layers, decoder_layers=layers, shared_embeddings="none",
+        **settings,
+    )  # fmt: skip
+
+
 PRESETS: dict[str, dict[str, Any]] = {
     "tiny": dict(model_dim=64, feed_forward_dim=128, num_heads=4, encoder_layers=2, decoder_layers=2),
     "small": dict(model_dim=256, feed_forward_dim=1024, num_heads=4, encoder_layers=3, decoder_layers=3),
@@ -220,8 +297,27 @@ PRESETS: dict[str, dict[str, Any]] = {
     "big": dict(model_dim=1024, feed_forward_dim=4096, num_heads=16, encoder_layers=6, decoder_layers=6),
     "vaswani-base": _vaswani(model_dim=512, feed_forward_dim=2048, num_heads=8),
     "vaswani-big": _vaswani(model_dim=1024, feed_forward_dim=4096, num_heads=16, dropout_rate=0.3),
-}
-"""Named sizes; each is keyword arguments of `ModelConfig`."""
+    "recurrent-tiny": _recurrent("gru", 1, model_dim=64, bidirectional=True),
+    "recurrent-small": _recurrent("gru", 1, model_dim=256, bidirectional=True),
+    "sutskever": _recurrent(
+        "lstm", 4, model_dim=1000, source_context="fixed", source_vocab_size=160_000, target_vocab_size=80_000
+    ),
+    "cho": _recurrent(
+        "gru", 1, model_dim=1000, source_context="fixed-each-step", source_vocab_size=15_000, target_vocab_size=15_000
+    ),
+    "bahdanau": _recurrent(
+        "gru", 1, model_dim=1000, bidirectional=True, source_vocab_size=30_000, target_vocab_size=30_000
+    ),
+    "luong": _recurrent(
+        "lstm", 4, model_dim=1000, source_context="general", local_attention="predictive", input_feeding=True,
+        dropout_rate=0.2, source_vocab_size=50_000, target_vocab_size=50_000,
+    ),
+}  # fmt: skip
+"""Named sizes; each is keyword arguments of `ModelConfig`.
+
+`sutskever` is Sutskever et al. 2014, section 3.4; `cho` the encoder-decoder of Cho et al. 2014, section 4.1, and
+`bahdanau` the RNNsearch of Bahdanau et al. 2014, appendix A, both with embeddings as wide as states and without the
+maxout before the output; `luong` Luong et al. 2015, section 4.1."""
 
 
 def preset(name: str, **changes: Any) -> ModelConfig:

@@ -15,8 +15,8 @@ from tfm.axes import Array, Float, Int
 from tfm.buckets import Buckets
 from tfm.decoding import alignment
 from tfm.decoding.score import score
+from tfm.nn.models import Model
 from tfm.nn.params import Params
-from tfm.nn.transformer import Model
 from tfm.tokenizer import Tokenizer
 
 
@@ -117,8 +117,12 @@ def align_pairs(
     targets: Sequence[Side],
     layer: SupportsIndex | None,
 ) -> list[Alignment]:
-    """Aligns targets, which have a token at least; in order. Raises ValueError for a layer that there is not."""
-    alignment.check_layer(layer, model.config.decoder_layers)
+    """Aligns targets, which have a token at least; in order.
+
+    Raises:
+        ValueError: a layer that there is not, or a model without attention.
+    """
+    alignment.check_layer(layer, alignment.num_attentions(model.config))
     aligned: list[Alignment | None] = [None] * len(sources)
     for indices, inputs in _batches(model, buckets, sources, targets):
         found = jax.device_get(_cross_attention(model, params, **inputs))

@@ -40,8 +40,8 @@ from tfm.decoding.requests import Decoding, width_of
 from tfm.decoding.sampling import Greedy, Sampler, Samples
 from tfm.nn.attention import Kernel
 from tfm.nn.layers import compute_dtype
+from tfm.nn.models import Model, build_model
 from tfm.nn.params import Params, Weights, prepare_for_inference
-from tfm.nn.transformer import Model, build_model
 from tfm.pairs import Alignment, PairScore, Side, align_pairs, check_lengths, check_texts, score_pairs
 from tfm.store import check_params, check_tokenizers, load_model, save_model
 from tfm.text_constraints import EachText, TextConstraints
@@ -160,7 +160,7 @@ class TextModel:
 
     def __repr__(self) -> str:
         config = self.config
-        encoder = f"{config.encoder_layers}+" if config.architecture == "encoder-decoder" else ""
+        encoder = f"{config.encoder_layers}+" if config.has_encoder else ""
         layers = f"{encoder}{config.decoder_layers} layers"
         return f"TextModel({config.architecture}, {layers}, D {config.model_dim}, {self.weights})"
 
@@ -328,7 +328,7 @@ class TextModel:
             One alignment a pair, in order.
 
         Raises:
-            ValueError: as `score`, or no such layer.
+            ValueError: as `score`, or no such layer, or the model has no attention.
         """
         tokenizers = (self.source_tokenizer, self.target_tokenizer)
         pairs = self._pairs(texts, answers)

@@ -63,7 +63,7 @@ def beam_search(arguments: argparse.Namespace, model: TextModel, num_best: int =
     names = ("alpha", "length_penalty", "stop", "coverage", "groups", "diversity")
     given = {name: getattr(arguments, name) for name in names if getattr(arguments, name) is not None}
     search = BeamSearch(width=arguments.beams, num_best=num_best, **given)
-    search.check(1, model.config.target_vocab_size)  # also where no text will come
+    search.check(1, model.config)  # also where no text will come
     return search
 
 

@@ -19,8 +19,8 @@ from tfm.decoding.requests import Decoding
 from tfm.decoding.sampling import Greedy
 from tfm.nn.cache import CacheDtype, cache_bytes
 from tfm.nn.layers import compute_dtype, stream_dtype
+from tfm.nn.models import build_model
 from tfm.nn.params import count_by_part, count_params, param_shapes
-from tfm.nn.transformer import build_model
 from tfm.pipeline import TextModel, load
 from tfm.store import load_model
 from tfm.text_metrics import HIGHER_IS_BETTER, signature

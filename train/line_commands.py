@@ -14,7 +14,7 @@ import rich.console
 import rich.table
 
 from tfm.answering import Answer
-from tfm.decoding.alignment import check_layer, pharaoh
+from tfm.decoding.alignment import check_layer, num_attentions, pharaoh
 from tfm.decoding.mbr import MinimumBayesRisk
 from tfm.decoding.requests import Decoding
 from tfm.decoding.sampling import Greedy, Samples, Sampling
@@ -51,7 +51,8 @@ def generate(arguments: argparse.Namespace) -> int:
     prefix = arguments.prefix or ""
     known_ids("prefix", [prefix], model.target_tokenizer)  # says what is wrong also where no text will come
     model.generate([], constraints=constraints)
-    check_layer(arguments.layer, model.config.decoder_layers)
+    if arguments.alignments:
+        check_layer(arguments.layer, num_attentions(model.config))
     asked: dict[str, Any] = dict(
         name=name, max_tokens=arguments.max_tokens, sampler=sampler, seed=seed, constraints=constraints, prefix=prefix,
         long_texts="cut" if arguments.cut else "error",

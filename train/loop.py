@@ -20,8 +20,8 @@ import jax
 
 from tfm.batch import Batch
 from tfm.nn.layers import compute_dtype
+from tfm.nn.models import build_model
 from tfm.nn.params import count_params
-from tfm.nn.transformer import build_model
 from tfm.pipeline import TextModel
 from tfm.store import check_replaceable, save_model
 from tfm.text_metrics import HIGHER_IS_BETTER, signature

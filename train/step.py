@@ -15,8 +15,8 @@ import optax
 
 from tfm.axes import Array, Bool, Float, Int, KeyArray, Shaped
 from tfm.batch import Batch
+from tfm.nn.models import Model
 from tfm.nn.params import init_params
-from tfm.nn.transformer import Model
 from train.config import LossConfig, TrainConfig
 from train.loss import LossSums, batch_loss
 from train.optimizer import make_schedule

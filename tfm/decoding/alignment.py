@@ -1,7 +1,8 @@
 """What a model looks at: the attention weights of finished targets, and the alignment of words that they suggest.
 
 The pass is the model's own. At every attention that it goes through, that attention's `weights` are asked with the
-arguments of the call, so there is no second forward pass that could come to differ from the first.
+arguments of the call, so there is no second forward pass that could come to differ from the first. A recurrent
+decoder gives its weights back with what it made of them: one head of one layer.
 """
 
 import functools
@@ -17,10 +18,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from tfm.axes import Array, Float, Int
+from tfm.config import ModelConfig
 from tfm.decoding.inference import complete_inputs, teacher_forced
 from tfm.nn.attention import Attention
+from tfm.nn.models import Model
 from tfm.nn.params import Params
-from tfm.nn.transformer import Model
+from tfm.nn.recurrent import Recurrent, RecurrentDecoder
+from tfm.nn.transformer import beside_each_other
 
 
 @typing.no_type_check  # a pytree is also built from shapes, specs and other non-arrays
@@ -29,16 +33,18 @@ class AttentionWeights:
     """What every head of every layer looked at; each array in float32, its layers from the first to the last.
 
     Row t of the decoder's is of the step that predicted target token t. It sums to 1 over what it could see: a row of
-    self-attention and a row of cross-attention each, or, in a decoder-only model, both together. Rows and columns of
-    padding are 0.
+    self-attention and a row of cross-attention each, or, in a decoder-only model, both together; to less where the
+    window of a recurrent model's attention is predicted. Rows and columns of padding are 0.
     """
 
-    self_attention: Float[Array, "L B N T T"]
-    """Of the decoder's input: column 0 is the start token, column j the target token j - 1."""
+    self_attention: Float[Array, "L B N T T"] | None
+    """Of the decoder's input: column 0 is the start token, column j the target token j - 1. None in a recurrent
+    model."""
     cross_attention: Float[Array, "L B N T S"]
     """Of the source; in a decoder-only model what its self-attention laid on the source."""
     encoder: Float[Array, "L B N S S"] | None
-    """The encoder's self-attention, with L its own number of layers; None in a decoder-only model."""
+    """The encoder's self-attention, with L its own number of layers; None in a decoder-only and in a recurrent
+    model."""
 
 
 def attention_weights(
@@ -56,7 +62,7 @@ def attention_weights(
     the result is not computed. All of it is 4 · L · B · N · (T·T + T·S + S·S) bytes.
 
     Args:
-        model: from `tfm.nn.transformer.build_model`; its attention kernel does not matter.
+        model: from `tfm.nn.models.build_model`; its attention kernel does not matter.
         params: its parameters.
         source: ids, padded on the right.
         target: ids without a start token, padded on the right; the end token is one like others.
@@ -64,8 +70,9 @@ def attention_weights(
         target_lengths: real tokens of each target, at least 1; None: all are real.
 
     Raises:
-        ValueError: as `tfm.decoding.score.score`.
+        ValueError: as `tfm.decoding.score.score`; or the model has no attention.
     """
+    num_attentions(model.config)
     inputs = complete_inputs(model, source, source_lengths, target, target_lengths, prompt_name="target")
     return _attention_weights(model, params, *inputs)
 
@@ -77,14 +84,16 @@ def _attention_weights(
     num_source, num_target = source.shape[1], target.shape[1]
     is_source = (jnp.arange(num_source)[None] < source_lengths[:, None])[None, :, None]
     is_target = (jnp.arange(num_target)[None] < target_lengths[:, None])[None, :, None, :, None]
-    plain = model.clone(kernel="plain")
+    plain = model if isinstance(model, Recurrent) else model.clone(kernel="plain")
     _, by_path = watched(plain, params, source, source_lengths, teacher_forced(model, target))
 
     def layers(stack: str, attention: str) -> Array:
         return jnp.stack([weights for path, weights in by_path if (path[0], path[-1]) == (stack, attention)])
 
+    if isinstance(model, Recurrent):
+        return AttentionWeights(None, jnp.where(is_target, layers("decoder", "cross_attention"), 0), None)
     over_itself = layers("decoder", "self_attention")
-    if model.config.architecture == "encoder-decoder":
+    if model.config.has_encoder:
         encoder = jnp.where(is_source[..., None], layers("encoder", "self_attention"), 0)
         over_source = layers("decoder", "cross_attention")
     else:  # the target begins where the row's source ends
@@ -108,10 +117,16 @@ def watched(
         kwargs: dict[str, typing.Any],
         context: nn.module.InterceptorContext,
     ) -> typing.Any:
-        attention = context.module
-        if isinstance(attention, Attention) and context.method_name == "__call__":
-            found.append((attention.path, attention.weights(*args, **kwargs)))
-        return call(*args, **kwargs)
+        module = context.module
+        if isinstance(module, Attention) and context.method_name == "__call__":
+            found.append((module.path, module.weights(*args, **kwargs)))
+        result = call(*args, **kwargs)
+        if isinstance(module, RecurrentDecoder) and context.method_name == "__call__" and result[1] is not None:
+            # queries of W hypotheses lie as they do in a Transformer, side by side
+            _, weights, state = result
+            width = len(weights) // len(state.position)
+            found.append(((*module.path, "cross_attention"), beside_each_other(weights, width)[:, None]))
+        return result
 
     with nn.intercept_methods(watch):
         result = model.apply({"params": params}, *inputs, method=method)
@@ -131,6 +146,20 @@ def averaged(
         return weights.mean(axis=(0, 1))
     check_layer(layer, len(weights))
     return weights[operator.index(layer)].mean(axis=0)
+
+
+def num_attentions(config: ModelConfig) -> int:
+    """How many layers of attention on the source a model has.
+
+    Raises:
+        ValueError: none.
+    """
+    if not config.attends_to_source:
+        raise ValueError(
+            "expected a model with attention, for alignments are made of its weights, got a recurrent one with "
+            f"source_context {config.source_context!r}"
+        )
+    return 1 if config.architecture == "recurrent" else config.decoder_layers
 
 
 def check_layer(layer: typing.Any, num_layers: int) -> None:

@@ -10,7 +10,7 @@ from tfm.axes import Array, Int
 from tfm.checks import checked_whole_number
 from tfm.decoding.constraints import Constraints
 from tfm.decoding.inference import complete_inputs
-from tfm.nn.transformer import Model
+from tfm.nn.models import Model
 
 SMALLEST_CAPACITY = 16
 

@@ -42,6 +42,7 @@ import numpy as np
 
 from tfm.axes import Array, Bool, Float, Int
 from tfm.checks import checked_whole_number, keep_whole_numbers, whole_number
+from tfm.config import ModelConfig
 from tfm.decoding.constraints import Constrained
 from tfm.decoding.growing import loop_while_growing
 from tfm.decoding.top_k import top_k
@@ -77,8 +78,12 @@ class BeamSearch:
     def __post_init__(self) -> None:
         keep_whole_numbers(self, "width", "num_best", "groups")
 
-    def check(self, batch: int, vocab_size: int) -> None:
-        """Raises ValueError for a setting out of its range; an α that is only known later is cut to its range."""
+    def check(self, batch: int, config: ModelConfig) -> None:
+        """Raises ValueError for a setting out of its range, or one that this model cannot be searched with.
+
+        An α that is only known later is cut to its range.
+        """
+        vocab_size = config.target_vocab_size
         for name in ("width", "num_best"):
             checked_whole_number(name, getattr(self, name))
         if not 1 <= self.width <= vocab_size:
@@ -96,6 +101,11 @@ class BeamSearch:
             raise ValueError(f"expected groups that divide the width {self.width}, got {self.groups}")
         for name, most in _RANGES.items():
             _check_number(name, getattr(self, name), most, batch)
+        if self.coverage is not None and not config.attends_to_source:
+            raise ValueError(
+                "expected no coverage, which counts attention, for a recurrent model without attention (source_context "
+                f"{config.source_context!r}), got {self.coverage}"
+            )
 
     def as_arrays(self) -> "BeamSearch":
         """The same with each number as an array of one dtype: to jit, 1 and 1.0 are two kinds of argument."""

@@ -1,7 +1,8 @@
 """How much each hypothesis has looked at each source token: what the coverage penalty of beam search is made of.
 
 Of Wu et al. 2016, whose model has one attention; here it is the mean over all heads of all layers, which sums to 1 over
-the source as one does, and in a decoder-only model what its self-attention lays on the source, which sums to less.
+the source as one does, and in a decoder-only model what its self-attention lays on the source, which sums to less. A
+recurrent model has one attention, or none.
 """
 
 import typing
@@ -12,9 +13,9 @@ import jax.numpy as jnp
 from tfm.axes import Array, Float, Int
 from tfm.decoding.alignment import watched
 from tfm.nn import cache as caches
-from tfm.nn.cache import Cache
+from tfm.nn.cache import AnyCache
+from tfm.nn.models import Model
 from tfm.nn.params import Params
-from tfm.nn.transformer import Model
 
 LEAST = -20.0
 """log min(attention, 1) of a source token that nothing looked at: in float32 its attention may be 0."""
@@ -23,7 +24,7 @@ LEAST = -20.0
 class Covering(typing.NamedTuple):
     """What W hypotheses of each row remember."""
 
-    cache: Cache
+    cache: AnyCache
     attention: Float[Array, "BW S"]
     """Laid on each source token while the tokens so far, and the next one, were predicted; summed over them."""
 
@@ -76,7 +77,7 @@ def _on_source(
     model: Model, weights: list[tuple[tuple[str, ...], Array]], num_source: int, width: int = 1
 ) -> Float[Array, "B TW S"]:
     """The mean over layers and heads of what each query of the decoder laid on the source."""
-    has_encoder = model.config.architecture == "encoder-decoder"
+    has_encoder = model.config.has_encoder
     wanted = ("decoder", "cross_attention" if has_encoder else "self_attention")
     layers_BNQM = jnp.stack([each for path, each in weights if (path[0], path[-1]) == wanted])
     mean = layers_BNQM.mean(axis=(0, 2))

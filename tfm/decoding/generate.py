@@ -15,14 +15,14 @@ from tfm.decoding.arguments import Arguments, checked_arguments, most_new, row_k
 from tfm.decoding.beam import BeamSearch, NBest, beam_search
 from tfm.decoding.constraints import Constraints
 from tfm.decoding.coverage import Covering
-from tfm.decoding.growing import growing_capacities, loop_while_growing
+from tfm.decoding.growing import loop_while_growing
 from tfm.decoding.inference import decode_step, prefill
 from tfm.decoding.sampling import Greedy, Sampler, Samples, Sampling
-from tfm.decoding.stepping import Generation, Progress, advance, begin, bound_rules, with_room
+from tfm.decoding.stepping import Generation, Progress, advance, begin, bound_rules, capacities_of, with_room
 from tfm.nn import cache as caches
-from tfm.nn.cache import Cache
+from tfm.nn.cache import AnyCache
+from tfm.nn.models import Model
 from tfm.nn.params import Params
-from tfm.nn.transformer import Model
 
 
 def generate(
@@ -47,7 +47,7 @@ def generate(
     constraints' numbers and ids.
 
     Args:
-        model: from `tfm.nn.transformer.build_model`.
+        model: from `tfm.nn.models.build_model`.
         params: its parameters.
         source: ids, padded on the right.
         max_tokens: the most new tokens, for all rows or for each; a row with 0 ends at once, so padding rows cost
@@ -116,7 +116,7 @@ def generate_n_best(
     numbers, the key, lengths, `max_tokens` and the constraints' numbers and ids are traced.
 
     Args:
-        model: from `tfm.nn.transformer.build_model`.
+        model: from `tfm.nn.models.build_model`.
         params: its parameters.
         source: ids, padded on the right.
         max_tokens: the most new tokens, as in `generate`.
@@ -141,7 +141,7 @@ def generate_n_best(
     )
     batch = len(arguments.limits)
     if isinstance(search, BeamSearch):
-        search.check(batch, model.config.target_vocab_size)
+        search.check(batch, model.config)
         return _search(model, params, arguments, search.as_arrays(), capacity=room)
     search.check()
     sampler = as_traced(search.sampler, key, batch)
@@ -162,7 +162,7 @@ def _generate(
     width: int = 1,
 ) -> Generation:
     prompt_length = arguments.prompt.shape[1]
-    capacities = growing_capacities(capacity, prompt_length)
+    capacities = capacities_of(model, capacity, prompt_length)
     max_new = most_new(capacity, prompt_length)
     choosing, progress = begin(
         model, params, arguments, sampler, keys, capacity=capacities[0], max_new=max_new, width=width
@@ -206,14 +206,14 @@ def _sample(
 @functools.partial(jax.jit, static_argnames=("model", "capacity"))
 def _search(model: Model, params: Params, arguments: Arguments, search: BeamSearch, *, capacity: int) -> NBest:
     source, source_lengths, prompt, prompt_lengths, limits, constraints = arguments
-    capacities = growing_capacities(capacity, prompt.shape[1])
+    capacities = capacities_of(model, capacity, prompt.shape[1])
     max_new = most_new(capacity, prompt.shape[1])
     limits, constrain = bound_rules(
         constraints, jnp.clip(limits, 0, max_new), source_lengths, model,
         prompt=prompt, prompt_lengths=prompt_lengths, width=search.width,
     )  # fmt: skip
     inputs = (model, params, source, source_lengths, prompt, prompt_lengths)
-    state: Cache | Covering
+    state: AnyCache | Covering
     run: Callable[..., tuple[Array, typing.Any]]
     reorder: Callable[[typing.Any, Array], typing.Any]
     if search.coverage is None:

@@ -16,9 +16,9 @@ import numpy as np
 
 from tfm.axes import Array, Float, Int
 from tfm.checks import checked_whole_number
-from tfm.nn.cache import Cache
+from tfm.nn.cache import AnyCache, Cache, RecurrentCache
+from tfm.nn.models import Model
 from tfm.nn.params import Params
-from tfm.nn.transformer import Model
 
 
 def prefill(
@@ -30,11 +30,11 @@ def prefill(
     prompt_lengths: Int[Array | np.ndarray, "B"] | Sequence[int] | None = None,
     *,
     capacity: SupportsIndex,
-) -> tuple[Float[Array, "B 1 V"], Cache]:
+) -> tuple[Float[Array, "B 1 V"], AnyCache]:
     """Reads source and prompt, once, and makes the cache.
 
     Args:
-        model: from `tfm.nn.transformer.build_model`.
+        model: from `tfm.nn.models.build_model`.
         params: its parameters.
         source: ids, padded on the right.
         source_lengths: real tokens of each source; None: all are real.
@@ -101,19 +101,19 @@ def _prefill(
     prompt_lengths: Array,
     *,
     capacity: int,
-) -> tuple[Array, Cache]:
+) -> tuple[Array, AnyCache]:
     inputs = (source, source_lengths, prompt, prompt_lengths, capacity)
-    return typing.cast(tuple[Array, Cache], model.apply({"params": params}, *inputs, method="prefill"))
+    return typing.cast(tuple[Array, AnyCache], model.apply({"params": params}, *inputs, method="prefill"))
 
 
 def decode_step(
     model: Model,
     params: Params,
     tokens: Int[Array | np.ndarray, "B T"] | Sequence[Sequence[int]],
-    cache: Cache,
+    cache: AnyCache,
     *,
     donate_cache: bool = False,
-) -> tuple[Float[Array, "B T V"], Cache]:
+) -> tuple[Float[Array, "B T V"], AnyCache]:
     """Runs the next T ≥ 1 tokens of every row.
 
     Args:
@@ -133,7 +133,7 @@ def decode_step(
         ValueError: not whole numbers [B, T], tokens for another number of rows, none, more than the cache can hold, or
             a NumPy array or list with an id that the vocabulary does not have.
     """
-    if not isinstance(cache, Cache):
+    if not isinstance(cache, Cache | RecurrentCache):
         raise ValueError(f"expected the cache of a prefill or of an earlier step, got {cache!r}")
     tokens = _whole_numbers("tokens", "B, T", tokens)
     rows = cache.lengths.shape[0] * cache.width
@@ -147,8 +147,8 @@ def decode_step(
     return step(model, params, tokens, cache)
 
 
-def _apply_decode_step(model: Model, params: Params, tokens: Array, cache: Cache) -> tuple[Array, Cache]:
-    return typing.cast(tuple[Array, Cache], model.apply({"params": params}, tokens, cache, method="decode_step"))
+def _apply_decode_step(model: Model, params: Params, tokens: Array, cache: AnyCache) -> tuple[Array, AnyCache]:
+    return typing.cast(tuple[Array, AnyCache], model.apply({"params": params}, tokens, cache, method="decode_step"))
 
 
 _decode_step = jax.jit(_apply_decode_step, static_argnames="model")

@@ -9,6 +9,7 @@ import jax
 import numpy as np
 
 from tfm.axes import Array, Bool, Float, Int, KeyArray
+from tfm.config import ModelConfig
 from tfm.decoding.beam import BeamSearch
 from tfm.decoding.constraints import Constraints
 from tfm.decoding.generate import generate, generate_n_best
@@ -16,8 +17,8 @@ from tfm.decoding.mbr import MinimumBayesRisk
 from tfm.decoding.sampling import Greedy, Sampler, Samples, Sampling
 from tfm.decoding.stepping import Generation
 from tfm.decoding.stream import stream
+from tfm.nn.models import Model
 from tfm.nn.params import Params
-from tfm.nn.transformer import Model
 
 Decoding = Sampler | Samples | BeamSearch | MinimumBayesRisk
 """How answers are chosen."""
@@ -125,11 +126,11 @@ def width_of(sampler: Decoding) -> int:
     return sampler.width if isinstance(sampler, BeamSearch) else 1
 
 
-def traceable(sampler: Decoding, vocab_size: int) -> Decoding:
+def traceable(sampler: Decoding, config: ModelConfig) -> Decoding:
     """The checked sampler, each number as an array of one dtype: to jit, 1 and 1.0 are two kinds of argument.
 
     Raises:
-        ValueError: a setting out of its range, or not one number for all texts.
+        ValueError: a setting out of its range or not for this model, or not one number for all texts.
     """
     if isinstance(sampler, Greedy):
         return sampler
@@ -143,7 +144,7 @@ def traceable(sampler: Decoding, vocab_size: int) -> Decoding:
     if isinstance(sampler, Sampling):
         return sampler.as_arrays(batch=1)
     if isinstance(sampler, BeamSearch):
-        sampler.check(batch=1, vocab_size=vocab_size)
+        sampler.check(1, config)
         return sampler.as_arrays()
     sampler.check()
     return dataclasses.replace(sampler, sampler=sampler.sampler.as_arrays(batch=1))

@@ -12,8 +12,8 @@ import numpy as np
 from tfm.axes import Array, Float, Int
 from tfm.decoding.inference import complete_inputs, teacher_forced
 from tfm.nn.logprob import label_log_probs
+from tfm.nn.models import Model
 from tfm.nn.params import Params
-from tfm.nn.transformer import Model
 
 
 @typing.no_type_check  # a pytree is also built from shapes, specs and other non-arrays
@@ -41,7 +41,7 @@ def score(
     Compiles once for each model and set of array shapes; works inside a caller's jit.
 
     Args:
-        model: from `tfm.nn.transformer.build_model`.
+        model: from `tfm.nn.models.build_model`.
         params: its parameters.
         source: ids, padded on the right.
         target: ids without a start token, padded on the right. The end token counts like any other: a target without

@@ -13,12 +13,13 @@ import jax.numpy as jnp
 from tfm.axes import Array, Bool, Float, Int, KeyArray
 from tfm.decoding.arguments import Arguments
 from tfm.decoding.constraints import Constraints, Rules
+from tfm.decoding.growing import growing_capacities
 from tfm.decoding.inference import decode_step, prefill
 from tfm.decoding.sampling import Sampler
-from tfm.nn.cache import Cache, grow, widen
+from tfm.nn.cache import AnyCache, grow, widen
 from tfm.nn.logprob import label_log_probs
+from tfm.nn.models import Model
 from tfm.nn.params import Params
-from tfm.nn.transformer import Model
 
 
 @typing.no_type_check  # a pytree is also built from shapes, specs and other non-arrays
@@ -87,7 +88,7 @@ class Progress(typing.NamedTuple):
     """Tokens that were chosen."""
     token: Int[Array, "BW"]
     """The last of them."""
-    cache: Cache
+    cache: AnyCache
     output: Generation
 
 
@@ -143,9 +144,14 @@ def advance(model: Model, params: Params, choosing: Choosing, progress: Progress
     return Progress(progress.step + 1, token, cache, output)
 
 
-def with_room(model: Model, cache: Cache, max_new: int, arguments: Arguments) -> Cache:
+def capacities_of(model: Model, capacity: int, prompt_length: int) -> list[int]:
+    """The cache's capacities one after another: see `tfm.decoding.growing`. A recurrent model's needs to grow never."""
+    return [capacity] if model.config.architecture == "recurrent" else growing_capacities(capacity, prompt_length)
+
+
+def with_room(model: Model, cache: AnyCache, max_new: int, arguments: Arguments) -> AnyCache:
     """The cache with room for so many new tokens."""
-    before = 0 if model.config.architecture == "encoder-decoder" else arguments.source.shape[1]
+    before = 0 if model.config.has_encoder else arguments.source.shape[1]
     return grow(cache, before + arguments.prompt.shape[1] + max_new - 1)
 
 

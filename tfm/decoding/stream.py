@@ -11,12 +11,11 @@ from tfm.axes import Array, Int, KeyArray
 from tfm.decoding.arguments import Arguments, checked_arguments, most_new, row_keys
 from tfm.decoding.constraints import Constraints
 from tfm.decoding.generate import as_traced
-from tfm.decoding.growing import growing_capacities
 from tfm.decoding.sampling import Greedy, Sampler
-from tfm.decoding.stepping import Choosing, Generation, Progress, advance, begin, with_room
-from tfm.nn.cache import Cache
+from tfm.decoding.stepping import Choosing, Generation, Progress, advance, begin, capacities_of, with_room
+from tfm.nn.cache import AnyCache
+from tfm.nn.models import Model
 from tfm.nn.params import Params
-from tfm.nn.transformer import Model
 
 
 def stream(
@@ -40,7 +39,7 @@ def stream(
     each capacity that the cache grows to the step anew. Cannot be used inside a caller's jit.
 
     Args:
-        model: from `tfm.nn.transformer.build_model`.
+        model: from `tfm.nn.models.build_model`.
         params: its parameters.
         source: ids, padded on the right.
         max_tokens: as in `generate`, as the rest.
@@ -71,7 +70,7 @@ def _states(
     model: Model, params: Params, arguments: Arguments, sampler: Sampler, keys: KeyArray, capacity: int
 ) -> Iterator[Generation]:
     prompt_length = arguments.prompt.shape[1]
-    capacities = growing_capacities(capacity, prompt_length)
+    capacities = capacities_of(model, capacity, prompt_length)
     max_new = most_new(capacity, prompt_length)
     rooms = iter([most_new(each, prompt_length) for each in capacities])
     room = next(rooms)
@@ -95,5 +94,5 @@ _with_room = jax.jit(with_room, static_argnames=("model", "max_new"))
 
 
 @functools.partial(jax.jit, static_argnames="model", donate_argnames="cache")
-def _advance(model: Model, params: Params, choosing: Choosing, cache: Cache, progress: Progress) -> Progress:
+def _advance(model: Model, params: Params, choosing: Choosing, cache: AnyCache, progress: Progress) -> Progress:
     return advance(model, params, choosing, progress._replace(cache=cache))

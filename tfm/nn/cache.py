@@ -14,37 +14,26 @@ is written, and then never again. Attention multiplies what lies there, and scal
 and values, so that no cache in floats is made of it.
 
 Every array of the self-attention, scales too, has its positions on axis 2, and zeros there are empty places.
+
+A recurrent model has no keys and values of its target: its cache is in `tfm.nn.recurrent_cache`. `init_cache`,
+`cache_bytes`, `widen`, `grow` and `reorder` serve both.
 """
 
 import dataclasses
 import typing
-from typing import Literal
 
 import flax.struct
 import jax
 import jax.numpy as jnp
 
-from tfm.axes import Array, Float, Int, Int8
+from tfm.axes import Array, Float, Int
 from tfm.config import ModelConfig
-from tfm.nn.products import quantize
-
-CacheDtype = Literal["float32", "bfloat16", "int8"]
-"""What keys and values lie in between steps."""
+from tfm.nn import recurrent_cache
+from tfm.nn.recurrent_cache import RecurrentCache
+from tfm.nn.stored_vectors import CacheDtype, Int8Vectors, check_cache_dtype, no_vectors, stored, vector_bytes
 
 
 @typing.no_type_check  # pytrees are also built from shapes, specs and other non-arrays
-@flax.struct.dataclass
-class Int8Vectors:
-    """Keys or values in eight bits an entry: entry h of a vector is values[h] · its scale, which is max |vector| / 127.
-
-    A scale for each row, head and position: what is written does not touch what was written before.
-    """
-
-    values: Int8[Array, "B K M H"]
-    scales: Float[Array, "B K M 1"]
-
-
-@typing.no_type_check
 @flax.struct.dataclass
 class KeysValues:
     """The keys and values of one attention, rotated already where positions are rotary."""
@@ -59,15 +48,9 @@ class KeysValues:
 
     def stored(self, dtype: CacheDtype) -> "KeysValues":
         """Floats, as a cache of that dtype holds them."""
-
-        def store(x: Array | Int8Vectors) -> Array | Int8Vectors:
-            assert not isinstance(x, Int8Vectors)
-            if dtype != "int8":
-                return x.astype(dtype)
-            values, scales = quantize(x)
-            return Int8Vectors(values, scales[..., None])
-
-        return KeysValues(store(self.keys), store(self.values))
+        assert not isinstance(self.keys, Int8Vectors)
+        assert not isinstance(self.values, Int8Vectors)
+        return KeysValues(stored(self.keys, dtype), stored(self.values, dtype))
 
 
 @typing.no_type_check
@@ -84,7 +67,7 @@ class LayerCache:
 @typing.no_type_check
 @flax.struct.dataclass
 class Cache:
-    """All that decoding remembers between steps."""
+    """All that decoding with a Transformer remembers between steps."""
 
     layers: tuple[LayerCache, ...]
     lengths: Int[Array, "B"]
@@ -106,27 +89,26 @@ class Cache:
         return self.layers[0].self_attention.length // self.width
 
 
+AnyCache = Cache | RecurrentCache
+"""What `prefill` makes and a decode step takes and gives."""
+
+
 def init_keys_values(config: ModelConfig, *, batch: int, length: int, dtype: CacheDtype) -> KeysValues:
     shape = (batch, config.kv_heads, length, config.head_size)
-
-    def zeros() -> Array | Int8Vectors:
-        if dtype == "int8":
-            return Int8Vectors(jnp.zeros(shape, jnp.int8), jnp.zeros((*shape[:3], 1), jnp.float32))
-        return jnp.zeros(shape, dtype)
-
-    return KeysValues(zeros(), zeros())
+    return KeysValues(no_vectors(shape, dtype), no_vectors(shape, dtype))
 
 
 def init_cache(
     config: ModelConfig, *, batch: int, source_length: int, capacity: int, dtype: CacheDtype = "float32"
-) -> Cache:
+) -> AnyCache:
     """An empty cache for `capacity` target tokens a row, as `prefill` fills it.
 
     Args:
         config: the model.
         batch: rows.
         source_length: S, what sources are padded to.
-        capacity: C. In a decoder-only model, whose source lies before its target, S + C positions are made.
+        capacity: C. In a decoder-only model, whose source lies before its target, S + C positions are made. In a
+            recurrent model nothing depends on it.
         dtype: of keys and values, as for `cache_bytes`.
 
     Returns:
@@ -136,7 +118,9 @@ def init_cache(
         ValueError: a dtype that no cache has.
     """
     check_cache_dtype(dtype)
-    has_source = config.architecture == "encoder-decoder"
+    if config.architecture == "recurrent":
+        return recurrent_cache.empty(config, batch=batch, source_length=source_length, dtype=dtype)
+    has_source = config.has_encoder
     length = capacity if has_source else source_length + capacity
     layers = tuple(
         LayerCache(
@@ -146,12 +130,6 @@ def init_cache(
         for _ in range(config.decoder_layers)
     )
     return Cache(layers, jnp.zeros(batch, jnp.int32), jnp.zeros(batch, jnp.int32))
-
-
-def check_cache_dtype(dtype: str) -> None:
-    """Raises ValueError for a dtype that no cache has."""
-    if dtype not in typing.get_args(CacheDtype):
-        raise ValueError(f"expected a cache in 'float32', 'bfloat16' or 'int8', got {dtype!r}")
 
 
 def cache_bytes(
@@ -170,7 +148,8 @@ def cache_bytes(
 
     C is the capacity in target tokens, as for `prefill`. All W beams of a row share its source; in a decoder-only
     model each has its own, B·W·(C + S) positions. With K = N that is the textbook's
-    2 · batch · length · heads · head size · layers · bytes.
+    2 · batch · length · heads · head size · layers · bytes. A recurrent model's bytes do not depend on C: see
+    `tfm.nn.recurrent_cache.count_bytes`.
 
     Args:
         config: the model.
@@ -178,21 +157,21 @@ def cache_bytes(
         source_length: S, what sources are padded to.
         capacity: C.
         beams: W.
-        dtype: of keys and values: the model's `cache_dtype`, which without another word is
+        dtype: of keys and values, or of the encoder's states: the model's `cache_dtype`, which without another word is
             `tfm.nn.layers.stream_dtype` of the model's dtype, and on a CPU float32.
 
     Raises:
         ValueError: a dtype that no cache has.
     """
     check_cache_dtype(dtype)
-    sources = batch if config.architecture == "encoder-decoder" else batch * beams
+    if config.architecture == "recurrent":
+        return recurrent_cache.count_bytes(config, batch=batch, source_length=source_length, beams=beams, dtype=dtype)
+    sources = batch if config.has_encoder else batch * beams
     positions = batch * beams * capacity + sources * source_length
     vectors = 2 * positions * config.kv_heads * config.decoder_layers
-    scale_bytes = jnp.dtype("float32").itemsize if dtype == "int8" else 0
-    vector_bytes = config.head_size * jnp.dtype(dtype).itemsize + scale_bytes
-    length = capacity if config.architecture == "encoder-decoder" else capacity + source_length
+    length = capacity if config.has_encoder else capacity + source_length
     integers = 2 * batch + (batch * beams * length if beams > 1 else 0)
-    return vectors * vector_bytes + integers * jnp.dtype(jnp.int32).itemsize
+    return vectors * vector_bytes(config.head_size, dtype) + integers * jnp.dtype(jnp.int32).itemsize
 
 
 def write(cache: KeysValues, new: KeysValues, starts: Int[Array, "B"]) -> KeysValues:
@@ -219,10 +198,11 @@ def write(cache: KeysValues, new: KeysValues, starts: Int[Array, "B"]) -> KeysVa
     )
 
 
-def widen(cache: Cache, width: int) -> Cache:
+def widen(cache: AnyCache, width: int) -> AnyCache:
     """W equal hypotheses for each row, on one source, [B, K, S, H], which is not repeated.
 
-    What has been written stays that of the first hypothesis, and all others see it as their ancestor's.
+    A recurrent model's carries are repeated. In a Transformer what has been written stays that of the first hypothesis,
+    and all others see it as their ancestor's.
 
     Args:
         cache: with one continuation a row.
@@ -231,9 +211,11 @@ def widen(cache: Cache, width: int) -> Cache:
     Raises:
         ValueError: no such width, or the cache was widened before.
     """
-    if width < 1 or cache.ancestors is not None:
-        was = "" if cache.ancestors is None else f" and a cache of {cache.width} hypotheses a row"
+    if width < 1 or _is_widened(cache):
+        was = f" and a cache of {cache.width} hypotheses a row" if _is_widened(cache) else ""
         raise ValueError(f"expected a width of at least 1 and a cache not widened yet, got {width}{was}")
+    if isinstance(cache, RecurrentCache):
+        return recurrent_cache.widened(cache, width)
 
     def spread(x: Array) -> Array:
         batch, heads, capacity, dim = x.shape
@@ -247,8 +229,14 @@ def widen(cache: Cache, width: int) -> Cache:
     return Cache(layers, cache.lengths, cache.source_lengths, ancestors)
 
 
-def grow(cache: Cache, capacity: int) -> Cache:
+def _is_widened(cache: AnyCache) -> bool:
+    return (cache.hypotheses if isinstance(cache, RecurrentCache) else cache.ancestors) is not None
+
+
+def grow(cache: AnyCache, capacity: int) -> AnyCache:
     """The same with room for more tokens, free places behind those that there were: a copy, each time.
+
+    A recurrent model's cache has room for any number, and stays as it is.
 
     Args:
         cache: as it is.
@@ -257,6 +245,8 @@ def grow(cache: Cache, capacity: int) -> Cache:
     Raises:
         ValueError: a smaller capacity.
     """
+    if isinstance(cache, RecurrentCache):
+        return cache
     if capacity < cache.capacity:
         raise ValueError(f"expected a capacity of at least {cache.capacity}, which the cache has, got {capacity}")
     added = capacity - cache.capacity
@@ -271,8 +261,8 @@ def grow(cache: Cache, capacity: int) -> Cache:
     return Cache(layers, cache.lengths, cache.source_lengths, ancestors)
 
 
-def reorder(cache: Cache, parents: Int[Array, "BW"]) -> Cache:
-    """Hypothesis i of the result continues hypothesis parents[i]: only the index of ancestors changes.
+def reorder(cache: AnyCache, parents: Int[Array, "BW"]) -> AnyCache:
+    """Hypothesis i of the result continues hypothesis parents[i]: only the index of ancestors changes, or the carries.
 
     Args:
         cache: from `widen`, or a decode step on one.
@@ -282,8 +272,11 @@ def reorder(cache: Cache, parents: Int[Array, "BW"]) -> Cache:
     Raises:
         ValueError: the cache was not widened.
     """
-    if cache.ancestors is None:
+    if not _is_widened(cache):
         raise ValueError("expected a cache of several hypotheses a row, from widen(cache, width), got one without")
+    if isinstance(cache, RecurrentCache):
+        return recurrent_cache.reordered(cache, parents)
+    assert cache.ancestors is not None
     within_row = parents.reshape(-1, cache.width) % cache.width
     ancestors = jnp.take_along_axis(cache.ancestors, within_row[..., None], axis=1)
     return dataclasses.replace(cache, ancestors=ancestors)

@@ -11,8 +11,8 @@ import jax.numpy as jnp
 
 from tfm.axes import KeyArray
 from tfm.config import ModelConfig
+from tfm.nn.models import Model, build_model
 from tfm.nn.products import Int8Weight, lies_best_in_out, quantize
-from tfm.nn.transformer import Model, build_model
 
 Params = dict[str, Any]
 
@@ -28,10 +28,11 @@ def init_params(model: Model, key: KeyArray) -> Params:
     """Fresh float32 parameters: a nested dictionary whose leaves are `weight`, `bias` and `scale` arrays.
 
     Weights of products are uniform (Glorot and Bengio 2010), embeddings normal with variance 1 / D; biases are 0 and
-    scales 1.
+    scales 1. A recurrent cell's matrices are called `kernel`, lie [in, out] and are those of `flax.linen`: normal with
+    variance 1 / in for what is read, orthogonal for the state.
 
     Args:
-        model: from `tfm.nn.transformer.build_model`; its dtype and attention kernel do not matter.
+        model: from `tfm.nn.models.build_model`; its dtype and attention kernel do not matter.
         key: the same key gives the same parameters.
     """
     one_token, one_length = jnp.zeros((1, 1), jnp.int32), jnp.ones(1, jnp.int32)
@@ -47,7 +48,8 @@ def prepare_for_inference(params: Params, weights: Weights) -> Params:
     "bfloat16" is what a model of that dtype rounds its matrices to at every step, and its embeddings too. With "int8"
     the rows of the matrices, and the vectors that they meet, are rounded to 8 bits (`tfm.nn.products.Int8Weight`), a
     quarter of the bytes. Biases, scales and tables of positions stay float32. In float32, matrices of products lie
-    [in, out] where that is faster: see `tfm.nn.products.lies_best_in_out`.
+    [in, out] where that is faster: see `tfm.nn.products.lies_best_in_out`. A recurrent cell's own matrices are
+    rounded to bfloat16, too, but with "int8" stay float32.
 
     Raises:
         ValueError: weights that there are not, or parameters that have been prepared already.
@@ -66,6 +68,8 @@ def _prepare(params: Params, weights: Weights, in_out: bool) -> Params:
 
     def prepare(path: tuple[Any, ...], leaf: Any) -> Any:
         names = {key.key for key in path}
+        if "kernel" in names and weights == "bfloat16":
+            return leaf.astype(weights)
         if "weight" not in names or names & _TABLES:
             return leaf
         return Int8Weight(*quantize(leaf)) if weights == "int8" else leaf.astype(weights)

@@ -6,17 +6,17 @@ cache in and gets it back with its own tokens added. So what is learned and what
 """
 
 import math
-import typing
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
 from tfm.axes import Array, Float, Int
+from tfm.checks import check_length
 from tfm.config import ModelConfig
 from tfm.nn import cache as caches
 from tfm.nn import layers, positions
-from tfm.nn.attention import Kernel, check_kernel
+from tfm.nn.attention import Kernel
 from tfm.nn.blocks import DecoderLayer, EncoderLayer
 from tfm.nn.cache import Cache, CacheDtype, KeysValues, LayerCache
 from tfm.nn.masks import Visible, ancestor_mask
@@ -239,7 +239,7 @@ class EncoderDecoder(Transformer):
 
     def encode(self, source: Int[Array, "B S"], source_lengths: Int[Array, "B"]) -> Float[Array, "B S D"]:
         """One vector for each source token; those of padding are junk that nobody attends to."""
-        _check_length("source", source.shape[1], self.config.max_source_length, least=1)
+        check_length("source", source.shape[1], self.config.max_source_length, least=1)
         shared = self.config.shared_embeddings == "all"
         embedding = self.target_embedding if shared else self.source_embedding
         return self.encoder(self.embed(embedding, source), source_lengths)
@@ -248,7 +248,7 @@ class EncoderDecoder(Transformer):
         self, encoded: Float[Array, "B S D"], source_lengths: Int[Array, "B"], target_in: Int[Array, "B T"]
     ) -> Float[Array, "B T V"]:
         """The logits after every token of `target_in`, teacher-forced."""
-        _check_length("target", target_in.shape[1], self.config.max_target_length)
+        check_length("target", target_in.shape[1], self.config.max_target_length)
         sources = self.decoder.cross_keys_values(encoded)
         x, _ = self.decoder(self.embed(self.target_embedding, target_in), sources, source_lengths)
         return self.logits(x)
@@ -281,8 +281,8 @@ class EncoderDecoder(Transformer):
         Returns:
             The logits after each row's last prompt token, and a cache that can hold `capacity` target tokens.
         """
-        _check_length("cache capacity", capacity, self.config.max_target_length)
-        _check_length("prompt", prompt.shape[1], capacity)
+        check_length("cache capacity", capacity, self.config.max_target_length)
+        check_length("prompt", prompt.shape[1], capacity)
         sources = self.decoder.cross_keys_values(self.encode(source, source_lengths))
         x, seen = self.decoder(self.embed(self.target_embedding, prompt), sources, source_lengths)
         last = jnp.take_along_axis(x, prompt_lengths[:, None, None] - 1, axis=1)
@@ -303,8 +303,8 @@ class DecoderOnly(Transformer):
         self, source: Int[Array, "B S"], source_lengths: Int[Array, "B"], target_in: Int[Array, "B T"]
     ) -> Float[Array, "B T V"]:
         """The logits after every token of `target_in`, each seeing its row's source and the target so far."""
-        _check_length("source", source.shape[1], self.config.max_source_length)
-        _check_length("target", target_in.shape[1], self.config.max_target_length)
+        check_length("source", source.shape[1], self.config.max_source_length)
+        check_length("target", target_in.shape[1], self.config.max_target_length)
         x, _ = self._run(join(source, source_lengths, target_in))
         at_target = source_lengths[:, None] + jnp.arange(target_in.shape[1])[None]
         return self.logits(jnp.take_along_axis(x, at_target[..., None], axis=1))
@@ -318,9 +318,9 @@ class DecoderOnly(Transformer):
         capacity: int,
     ) -> tuple[Float[Array, "B 1 V"], Cache]:
         """Runs source and prompt in one pass. The cache holds the source and `capacity` target tokens."""
-        _check_length("source", source.shape[1], self.config.max_source_length)
-        _check_length("cache capacity", capacity, self.config.max_target_length)
-        _check_length("prompt", prompt.shape[1], capacity)
+        check_length("source", source.shape[1], self.config.max_source_length)
+        check_length("cache capacity", capacity, self.config.max_target_length)
+        check_length("prompt", prompt.shape[1], capacity)
         x, seen = self._run(join(source, source_lengths, prompt))
         lengths = source_lengths + prompt_lengths
         last = jnp.take_along_axis(x, lengths[:, None, None] - 1, axis=1)
@@ -357,39 +357,3 @@ def join(source: Int[Array, "B S"], source_lengths: Int[Array, "B"], target: Int
     return jnp.where(
         is_source, jnp.take_along_axis(source, in_source, axis=1), jnp.take_along_axis(target, in_target, axis=1)
     )
-
-
-Model = EncoderDecoder | DecoderOnly
-
-
-def build_model(
-    config: ModelConfig, *, dtype: str = "auto", attention_kernel: Kernel = "auto", cache_dtype: str = "auto"
-) -> Model:
-    """The model that the config describes.
-
-    Args:
-        config: what it computes.
-        dtype: of the operands of large products: "float32", "bfloat16", or "auto" for the fastest here.
-        attention_kernel: see `tfm.nn.attention`.
-        cache_dtype: what keys and values lie in between decode steps, of the target and of the source alike:
-            "float32", "bfloat16", "int8" (see `tfm.nn.cache`), or "auto" for what the model computes them in, so that
-            the cache rounds nothing. `prefill`'s own logits come from keys and values that are not rounded yet.
-
-    Raises:
-        ValueError: a dtype or kernel that there is not, or a kernel that cannot read such a cache.
-    """
-    check_kernel(attention_kernel)
-    compute_dtype = layers.compute_dtype(dtype)
-    cache_dtype = layers.stream_dtype(compute_dtype) if cache_dtype == "auto" else cache_dtype
-    caches.check_cache_dtype(cache_dtype)
-    if cache_dtype == "int8" and attention_kernel in ("xla", "cudnn"):
-        raise ValueError(f"expected attention kernel 'auto' or 'plain' for a cache in int8, got {attention_kernel!r}")
-    kind = EncoderDecoder if config.architecture == "encoder-decoder" else DecoderOnly
-    return kind(config, compute_dtype, attention_kernel, typing.cast(CacheDtype, cache_dtype))
-
-
-def _check_length(what: str, length: int, most: int, least: int = 0) -> None:
-    if length > most:
-        raise ValueError(f"expected a {what} of at most {most} tokens, got {length}")
-    if length < least:
-        raise ValueError(f"expected a {what} of at least {least} tokens, got {length}")
