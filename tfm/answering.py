@@ -294,9 +294,9 @@ class Engine:
         """The answers to each text of a batch."""
         made = jax.device_get(made)
         answers: list[list[Answer]] = [[] for _ in batch.indices]
-        for row, (i, found) in enumerate(zip(batch.indices, answers, strict=True)):
-            asked_length = asked.asked_lengths[i]
-            begun, prefix = asked.prompts[i][1:asked_length], asked.prompts[i][asked_length:]
+        for row, (asked_at, found) in enumerate(zip(batch.indices, answers, strict=True)):
+            prompt, asked_length = asked.prompts[asked_at], asked.asked_lengths[asked_at]
+            begun, prefix = prompt[1:asked_length], prompt[asked_length:]
             there = np.flatnonzero(made.log_probs[row] != -np.inf)
             there = there if len(there) else np.zeros(1, int)  # nothing was found: an empty answer of score -inf
             lengths = made.lengths[row] - made.finished[row]

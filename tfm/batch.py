@@ -67,7 +67,7 @@ def make_batch(
     num_rows = len(sources) if rows is None else rows
     if len(sources) > num_rows:
         raise ValueError(f"{len(sources)} pairs do not fit {num_rows} rows")
-    labels = [[*target, config.end_id] for target in targets]
+    labels = [np.array([*target, config.end_id], np.int32) for target in targets]
     return _filled(sources, labels, config, (source_length, target_length), num_rows)
 
 

@@ -276,7 +276,8 @@ class TrainConfig(schema.Section, prefix=""):
         elif not model.is_language_model:
             yield f"model.max_source_length must be 0 {needs}, which has no sources, got {model.max_source_length}"
         if self.validation.metric != "loss":
-            yield f"validation.metric must be 'loss' {needs}, which has no right answers, got {self.validation.metric!r}"
+            metric = self.validation.metric
+            yield f"validation.metric must be 'loss' {needs}, which has no right answers, got {metric!r}"
 
     @property
     def max_new_tokens(self) -> int:

@@ -12,7 +12,7 @@ import sys
 import threading
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import grain
 import numpy as np
@@ -104,6 +104,7 @@ def _tokenizer(side: str, file: str, texts: Iterable[str], kind: str, vocab_size
         raise ValueError(f"the tokenizer of {side}: {error}") from error
 
 
+@runtime_checkable
 class Rows(Protocol):
     """What batches are made of: `EncodedExamples`, or `train.plain_text.TextBlocks`."""
 
