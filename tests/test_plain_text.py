@@ -131,7 +131,9 @@ def test_a_share_that_is_held_out_is_the_last_lines(tmp_path_factory, lengths, s
     text = "".join("x" * length + "\n" for length in lengths)
     path.write_text(text)
     config = DataConfig(format="text", train=(str(path),), validation_share=share)
-    if text.find("\n", int(len(text) * (1 - share)) - 1) == len(text) - 1:  # the last line is the only one behind it
+    if (
+        text.find("\n", max(int(len(text) * (1 - share)) - 1, 0)) == len(text) - 1
+    ):  # the last line is the only one behind it
         with pytest.raises(ValueError, match=r"holds out 0 of .* characters of .*book\.txt, in whole lines"):
             load_texts(config, "validation")
         return
