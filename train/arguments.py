@@ -120,7 +120,8 @@ def evaluate_arguments(arguments: list[str]) -> argparse.Namespace:
 def generate_arguments(arguments: list[str]) -> argparse.Namespace:
     parser = Parser(
         "generate",
-        description="Answers texts, one line a line, in their order; an empty line gets an empty line.\n\n"
+        description="Answers texts, one line a line, in their order; an empty line gets an empty line.\n"
+        "A language model continues them, and its answer is what follows.\n\n"
         "Without texts and --input, standard input is read, and answered while it comes. Without sampling options\n"
         "decoding is greedy: the likeliest token at each step. With --beams it is beam search, with --samples the\n"
         "likeliest of several random answers, with --mbr the one that is nearest to all of them.",
