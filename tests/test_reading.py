@@ -102,10 +102,10 @@ def test_a_format_that_is_asked_for_goes_before_the_ending(tmp_path):
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("x.tsv", b"", "expected pairs of text, got an empty file"),
-        ("x.tsv", b"\xef\xbb\xbf", "expected pairs of text, got an empty file"),
-        ("x.tsv.gz", b"", "expected pairs of text, got an empty file"),
-        ("x.tsv", gzip.compress(b"", mtime=0), "expected pairs of text, got an empty file"),
+        ("x.tsv", b"", "expected text, got an empty file"),
+        ("x.tsv", b"\xef\xbb\xbf", "expected text, got an empty file"),
+        ("x.tsv.gz", b"", "expected text, got an empty file"),
+        ("x.tsv", gzip.compress(b"", mtime=0), "expected text, got an empty file"),
         ("x.tsv", b"a\tb\nno tab\n", "line 2: expected source<TAB>target, got no tab in 'no tab'"),
         ("x.tsv", b"a\tb\n" * 5_000 + b"caf\xe9\tb\n", "line 5001: not UTF-8: byte 0xe9 after 3 characters"),
         ("x.tsv", b"a\tb\n\xed\xa0\x80\tb", "line 2: not UTF-8: byte 0xed after 0 characters"),
@@ -153,7 +153,7 @@ def test_the_file_at_fault_is_the_one_that_is_named(tmp_path):
     with pytest.raises(DataError, match=f"^{bad}, line 2: not UTF-8"):
         read_examples([bad, good])
     empty = write(tmp_path, "empty", "")
-    with pytest.raises(DataError, match=f"^{empty}: expected pairs of text, got an empty file"):
+    with pytest.raises(DataError, match=f"^{empty}: expected text, got an empty file"):
         read_examples([good, empty])
 
 

@@ -104,6 +104,8 @@ def test_the_lines_of_a_page_run_one_after_another(page, tmp_path, monkeypatch, 
     size = tokenizer.vocab_size
     config = tiny_config(source_vocab_size=size, target_vocab_size=size, max_source_length=32, max_target_length=48)
     TextModel(config, random_params(config), tokenizer, tokenizer).save("runs/en-de/best")
+    of_text = config.replace(architecture="decoder-only", max_source_length=0, max_target_length=64)
+    TextModel(of_text, random_params(of_text), tokenizer, tokenizer).save("runs/book/best")
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(encoding="utf-8"), re.DOTALL)
     lines = [block for block in blocks if not re.match(r"# \w+\.py:", block)]
     assert len(lines) > 2

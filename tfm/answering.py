@@ -14,9 +14,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tfm.buckets import Buckets, Shape, power_of_two
+from tfm.buckets import Buckets, Shape
 from tfm.checks import several, whole_number
 from tfm.config import ModelConfig
+from tfm.decoding.beam import BeamSearch
 from tfm.decoding.constraints import Constraints
 from tfm.decoding.mbr import MinimumBayesRisk, rank_by_utility
 from tfm.decoding.requests import Decoding, Made, generate_rows, stream_rows, traceable, width_of
@@ -61,9 +62,11 @@ class Asked:
     """Requests, checked, as ids."""
 
     sources: list[list[int]]
-    """With the end token."""
+    """With the end token; empty in a language model."""
     prompts: list[list[int]]
-    """The decoder's first tokens: the start token, and a prefix."""
+    """The decoder's first tokens: the start token, in a language model the text, and a prefix."""
+    asked_lengths: list[int]
+    """How many of them are no part of the answer: all but the prefix."""
     seeds: np.ndarray
     places: np.ndarray
     """A text's random key comes from its seed and its place."""
@@ -77,7 +80,6 @@ class Batch(NamedTuple):
 
     indices: list[int]
     shape: Shape
-    prompt_length: int
     limit: int
     """The most new tokens of each."""
 
@@ -110,10 +112,14 @@ class Engine:
         limit = self.checked_max_tokens(max_tokens)
         sampler = traceable(sampler, self.config)
         seeds, places = _seeds(seed, len(texts))
-        sources, prompts = self.sources(texts, long_texts), self.prompts(prefixes, len(texts))
+        sources, beginnings = self.inputs(texts, long_texts)
+        prompts = self.prompts(beginnings, prefixes)
         rules = encode_constraints(constraints, len(texts), self.target_tokenizer, self.config)
+        if self.config.is_language_model and isinstance(sampler, BeamSearch) and sampler.coverage is not None:
+            raise ValueError("expected no coverage penalty for a language model: it has no source to be covered")
         batches = list(self._batches(sources, prompts, limit, width_of(sampler)))
-        return Asked(sources, prompts, seeds, places, sampler, rules, batches)
+        asked_lengths = list(map(len, beginnings))
+        return Asked(sources, prompts, asked_lengths, seeds, places, sampler, rules, batches)
 
     def check_room(self, asked: Asked) -> None:
         """Raises NoRoomError, a ValueError, for the first text whose answer is to have more tokens than it may."""
@@ -134,44 +140,79 @@ class Engine:
             )
         return number
 
-    def sources(self, texts: Sequence[str], long_texts: Literal["error", "cut"] = "error") -> list[list[int]]:
-        """Source ids, end token included. Raises ValueError for the first text that cannot be one."""
+    @property
+    def max_text_length(self) -> int:
+        """The most tokens of a text: the longest source, or the longest target of a language model."""
+        return self.config.max_target_length if self.config.is_language_model else self.config.max_source_length
+
+    def text_length(self, text: str) -> int:
+        """How many tokens a text has, the end token of a source, or the start token before a continued text, included.
+
+        Raises ValueError for what the tokenizer has no ids for.
+        """
+        return len(self._text_ids([text])[0]) + 1
+
+    def inputs(
+        self, texts: Sequence[str], long_texts: Literal["error", "cut"] = "error"
+    ) -> tuple[list[list[int]], list[list[int]]]:
+        """What the model reads of each text: a source with its end token, and what stands before the answer.
+
+        That is the start token, and in a language model, which has no source, the text.
+
+        Raises:
+            ValueError: for the first text that cannot be read.
+        """
         check_texts(texts, "text")
         if long_texts not in ("error", "cut"):
             raise ValueError(f"expected long_texts 'error' or 'cut', got {long_texts!r}")
-        end, most = [self.source_tokenizer.end_id], self.config.max_source_length
-        sources = self.source_tokenizer.encode_batch(list(texts))
-        long = [i for i, ids in enumerate(sources) if len(ids) >= most]
+        continues, most = self.config.is_language_model, self.max_text_length
+        limit = "max_target_length" if continues else "max_source_length"
+        rows = self._text_ids(texts)
+        long = [i for i, ids in enumerate(rows) if len(ids) >= most]
         if long_texts == "cut" and long:
-            longest, first = max(len(sources[i]) for i in long) + 1, texts[long[0]]
+            longest, first = max(len(rows[i]) for i in long) + 1, texts[long[0]]
             shown = first if len(first) <= 60 else f"{first[:59]}…"
+            kept = max(most // 2, 1) if continues else most  # what is written needs room, too
             warnings.warn(
-                f"{len(long)} of {len(texts)} texts cut to {most} tokens, the model's max_source_length; the longest "
-                f"had {longest}; the first is {shown!r}",
+                f"{len(long)} of {len(texts)} texts cut to {kept} tokens, {'half ' * continues}the model's {limit}; "
+                f"the longest had {longest}; the first is {shown!r}",
                 stacklevel=_first_level_outside(),
             )
-            sources = [ids[: most - 1] for ids in sources]
-        sources = [ids + end for ids in sources]
-        check_lengths(sources, "text", most, "max_source_length")
-        return sources
+            for i in long:
+                # an answer is to the beginning of a text, and a text is continued at its end
+                rows[i] = rows[i][len(rows[i]) - kept + 1 :] if continues else rows[i][: most - 1]
+        start, end = [self.config.start_id], [self.source_tokenizer.end_id]
+        rows = [start + ids if continues else ids + end for ids in rows]
+        check_lengths(rows, "text", most, limit, token="start" if continues else "end")
+        return ([[]] * len(rows), rows) if continues else (rows, [start] * len(rows))
 
-    def prompts(self, prefixes: Any, count: int) -> list[list[int]]:
-        """The decoder's first tokens for each text. Raises ValueError for the first prefix that cannot be one."""
-        start = [self.config.start_id]
+    def _text_ids(self, texts: Sequence[str]) -> list[list[int]]:
+        if self.config.is_language_model:
+            return [self.target_tokenizer.encode_lines(text) for text in texts]
+        return self.source_tokenizer.encode_batch(list(texts))
+
+    def prompts(self, beginnings: list[list[int]], prefixes: Any) -> list[list[int]]:
+        """The decoder's first tokens for each text. Raises ValueError for the first prefix that cannot be one.
+
+        Args:
+            beginnings: see `inputs`.
+            prefixes: what each answer begins with, if anything.
+        """
         if prefixes is None:
-            return [start] * count
+            return beginnings
         given = several("prefixes", prefixes)
-        if len(given) != count:
-            raise ValueError(f"expected a prefix for each of {count} texts, got {given!r}")
-        prompts = [start + ids for ids in known_ids("prefix", given, self.target_tokenizer)]
+        if len(given) != len(beginnings):
+            raise ValueError(f"expected a prefix for each of {len(beginnings)} texts, got {given!r}")
+        encoded = known_ids("prefix", given, self.target_tokenizer)
         most = self.config.max_target_length
-        for i, ids in enumerate(prompts):
-            if len(ids) > most:
+        for i, (begun, ids) in enumerate(zip(beginnings, encoded, strict=True)):
+            if len(begun) + len(ids) > most:
+                taken = "a start token" if len(begun) == 1 else f"a start token and {len(begun) - 1} of the text"
                 raise ValueError(
-                    f"expected prefixes of at most {most - 1} tokens (the model's max_target_length {most}, "
-                    f"a start token among them), got {len(ids) - 1} for text {i}"
+                    f"expected prefixes of at most {most - len(begun)} tokens (the model's max_target_length {most}, "
+                    f"{taken} among them), got {len(ids)} for text {i}"
                 )
-        return prompts
+        return [begun + ids for begun, ids in zip(beginnings, encoded, strict=True)]
 
     def _batches(
         self, sources: list[list[int]], prompts: list[list[int]], max_tokens: int | None, width: int
@@ -179,19 +220,19 @@ class Engine:
         """Texts whose sources and prompts are padded alike, so that neither pads another's."""
         groups: dict[int, list[int]] = {}
         for i, ids in enumerate(prompts):
-            groups.setdefault(min(power_of_two(len(ids)), self.config.max_target_length), []).append(i)
+            groups.setdefault(self.buckets.prompt_length(len(ids)), []).append(i)
         for length, members in groups.items():
             lengths = [len(sources[i]) for i in members]
             for places, shape in self.buckets.batches(lengths, max_tokens, width, length):
                 room = shape.capacity - length + 1
                 limit = room if max_tokens is None else min(max_tokens, room)
-                yield Batch([members[place] for place in places], shape, length, limit)
+                yield Batch([members[place] for place in places], shape, limit)
 
     def run(self, asked: Asked, batch: Batch) -> list[list[Answer]]:
         """Answers one batch: the answers to each of its texts, the best first."""
         made = generate_rows(*self._rows(asked, batch), capacity=batch.shape.capacity)
         is_search = not isinstance(asked.sampler, Greedy | Sampling)
-        answers = self._read(made, [asked.prompts[i] for i in batch.indices], is_search=is_search)
+        answers = self._read(made, asked, batch, is_search=is_search)
         if isinstance(asked.sampler, MinimumBayesRisk):
             return [_least_risk(asked.sampler, found) for found in answers]
         return answers
@@ -205,7 +246,7 @@ class Engine:
             for batch, own_limits, made in zip(asked.batches, limits, states, strict=True):
                 if made is None:  # all of its texts have their answers
                     continue
-                found = self._read(made, [asked.prompts[i] for i in batch.indices])
+                found = self._read(made, asked, batch)
                 for i, limit, (answer,) in zip(batch.indices, own_limits, found, strict=True):
                     if not answer.finished and len(answer.token_scores) < limit:
                         answer = _so_far(answer, answers[i].text)
@@ -223,14 +264,15 @@ class Engine:
 
     def warm(self, asked: Asked, shape: Shape) -> None:
         """Compiles for a shape, by running rows of nothing."""
-        jax.block_until_ready(generate_rows(*self._rows(asked, Batch([], shape, 1, 0)), capacity=shape.capacity))
+        jax.block_until_ready(generate_rows(*self._rows(asked, Batch([], shape, 0)), capacity=shape.capacity))
 
     def _rows(self, asked: Asked, batch: Batch) -> tuple[Any, ...]:
         """What a batch is run with; rows beyond its texts hold one padding token and generate nothing."""
         rows, indices = batch.shape.rows, batch.indices
         padded = np.full((rows, batch.shape.source_length), self.config.pad_id, np.int32)
-        prompt = np.full((rows, batch.prompt_length), self.config.start_id, np.int32)
-        lengths, prompt_lengths = np.ones(rows, np.int32), np.ones(rows, np.int32)
+        prompt = np.full((rows, batch.shape.prompt_length), self.config.start_id, np.int32)
+        nothing = min(batch.shape.source_length, 1)
+        lengths, prompt_lengths = np.full(rows, nothing, np.int32), np.ones(rows, np.int32)
         for row, i in enumerate(indices):
             ids, begun = asked.sources[i], asked.prompts[i]
             padded[row, : len(ids)] = ids
@@ -248,22 +290,29 @@ class Engine:
             self.model, self.params, padded, lengths, prompt, prompt_lengths, limits, seeds, places, sampler, rules,
         )  # fmt: skip
 
-    def _read(self, made: Made, prompts: list[list[int]], *, is_search: bool = False) -> list[list[Answer]]:
-        """The answers to each text."""
+    def _read(self, made: Made, asked: Asked, batch: Batch, *, is_search: bool = False) -> list[list[Answer]]:
+        """The answers to each text of a batch."""
         made = jax.device_get(made)
-        answers: list[list[Answer]] = [[] for _ in prompts]
-        for row, (found, prompt) in enumerate(zip(answers, prompts, strict=True)):
+        answers: list[list[Answer]] = [[] for _ in batch.indices]
+        for row, (asked_at, found) in enumerate(zip(batch.indices, answers, strict=True)):
+            prompt, asked_length = asked.prompts[asked_at], asked.asked_lengths[asked_at]
+            begun, prefix = prompt[1:asked_length], prompt[asked_length:]
             there = np.flatnonzero(made.log_probs[row] != -np.inf)
             there = there if len(there) else np.zeros(1, int)  # nothing was found: an empty answer of score -inf
             lengths = made.lengths[row] - made.finished[row]
-            ids = [prompt[1:] + made.tokens[row, i, : lengths[i]].tolist() for i in there]
-            for i, tokens, text in zip(there, ids, self.target_tokenizer.decode_batch(ids), strict=True):
+            ids = [prefix + made.tokens[row, i, : lengths[i]].tolist() for i in there]
+            for i, tokens, text in zip(there, ids, self._texts_after(begun, ids), strict=True):
                 finished = bool(made.finished[row, i])
                 token_scores = made.token_log_probs[row, i, : made.lengths[row, i]].tolist()
                 ending: Ending = "stuck" if made.unmet[row, i] else "end" if finished else "limit"
                 score, rank = float(made.log_probs[row, i]), float(made.scores[row, i]) if is_search else None
                 found.append(Answer(text, score, tokens, finished, token_scores, rank, ending))
         return answers
+
+    def _texts_after(self, begun: list[int], rows: list[list[int]]) -> list[str]:
+        """What each row adds to the text of the ids before it: some tokenizers make a space of what stands before."""
+        before, *texts = self.target_tokenizer.decode_batch([begun, *(begun + ids for ids in rows)])
+        return [text[len(before) :] for text in texts]
 
 
 def _so_far(answer: Answer, before: str) -> Answer:

@@ -67,19 +67,52 @@ def make_batch(
     num_rows = len(sources) if rows is None else rows
     if len(sources) > num_rows:
         raise ValueError(f"{len(sources)} pairs do not fit {num_rows} rows")
+    labels = [np.array([*target, config.end_id], np.int32) for target in targets]
+    return _filled(sources, labels, config, (source_length, target_length), num_rows)
 
+
+def make_text_batch(
+    blocks: Sequence[Sequence[int] | np.ndarray], config: ModelConfig, *, length: int, rows: int
+) -> Batch:
+    """Pads blocks of plain text into one `Batch` without sources, for a language model.
+
+    Each token of a block is predicted from those before it in the block, and the first from the start token: as when
+    the model continues a text, or scores one.
+
+    Args:
+        blocks: ids; an end token stands only where a text ends.
+        config: for the special ids.
+        length: T, which no block exceeds.
+        rows: as many as blocks, or more: further rows are empty, of weight 0.
+
+    Example:
+        >>> batch = make_text_batch([[5, 6, 7], [8, 2]], ModelConfig(), length=3, rows=2)
+        >>> batch.source.shape, batch.target_in.tolist(), batch.target_out.tolist()
+        ((2, 0), [[1, 5, 6], [1, 8, 0]], [[5, 6, 7], [8, 2, 0]])
+    """
+    return _filled([[]] * len(blocks), blocks, config, (0, length), rows)
+
+
+def _filled(
+    sources: Sequence[Sequence[int] | np.ndarray],
+    labels: Sequence[Sequence[int] | np.ndarray],
+    config: ModelConfig,
+    shape: tuple[int, int],
+    num_rows: int,
+) -> Batch:
+    """Pads sources, and what is to be said about each, which is read one position later."""
+    source_length, target_length = shape
     source = np.full((num_rows, source_length), config.pad_id, np.int32)
     source_lengths = np.zeros(num_rows, np.int32)
     target_in = np.full((num_rows, target_length), config.pad_id, np.int32)
     target_out = target_in.copy()
     weights = np.zeros((num_rows, target_length), np.float32)
-    for row, (source_ids, target_ids) in enumerate(zip(sources, targets, strict=True)):
-        length = len(target_ids)
+    for row, (source_ids, label_ids) in enumerate(zip(sources, labels, strict=True)):
+        length = len(label_ids)
         source[row, : len(source_ids)] = source_ids
         source_lengths[row] = len(source_ids)
         target_in[row, 0] = config.start_id
-        target_in[row, 1 : length + 1] = target_ids
-        target_out[row, :length] = target_ids
-        target_out[row, length] = config.end_id
-        weights[row, : length + 1] = 1
+        target_in[row, 1:length] = label_ids[:-1]
+        target_out[row, :length] = label_ids
+        weights[row, :length] = 1
     return Batch(source, source_lengths, target_in, target_out, weights)

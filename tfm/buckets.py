@@ -2,7 +2,9 @@
 
 A source is padded to its bucket, a power of two from 16 up to the model's limit; sources of one bucket are batched, and
 the batch padded with empty rows to a power of two. The cache has room for 2·S + 32 target tokens, S being the padded
-source, and only a larger `max_tokens` asks for more, in powers of two.
+source, and only a larger `max_tokens` asks for more, in powers of two. What the decoder reads first, a prefix or the
+text that a language model is to continue, is padded to a power of two, too, or to an eighth of the longest target where
+that is less. A language model has no source, and the padded text takes its place in the rules above.
 """
 
 import dataclasses
@@ -21,6 +23,8 @@ class Shape:
     source_length: int
     capacity: int
     """Target tokens: those read, from the start token on, and those generated, to the last one, are as many."""
+    prompt_length: int = 1
+    """What the decoder's first tokens are padded to, the start token among them."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,7 +51,7 @@ class Buckets:
             lengths: of the sources in tokens, end token included.
             max_tokens: the most new tokens; None: as many as a bucket has room for.
             width: hypotheses that are followed at once for each source.
-            prompt_length: what the decoder's first tokens are padded to, the start token among them.
+            prompt_length: what the decoder's first tokens are padded to; see `prompt_length`.
 
         Returns:
             The indices of each batch's sources, and its shape.
@@ -56,11 +60,11 @@ class Buckets:
         for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
             buckets.setdefault(self._source_length(lengths[i]), []).append(i)
         for source_length, members in buckets.items():
-            capacity = self._capacity(source_length, max_tokens) + prompt_length - 1
-            capacity = min(capacity, self.config.max_target_length)
+            room = self._room(source_length, prompt_length, max_tokens)
+            capacity = min(room + prompt_length - 1, self.config.max_target_length)
             start = 0
             for size in _cut(len(members), self._most_rows(source_length, capacity, width)):
-                yield members[start : start + size], Shape(power_of_two(size), source_length, capacity)
+                yield members[start : start + size], Shape(power_of_two(size), source_length, capacity, prompt_length)
                 start += size
 
     def pairs(self, lengths: Sequence[tuple[int, int]]) -> Iterator[tuple[list[int], Shape]]:
@@ -84,35 +88,50 @@ class Buckets:
                 start += size
 
     def shapes(self, sizes: Iterable[int], lengths: Iterable[int], max_tokens: int | None, width: int) -> list[Shape]:
-        """Every shape of requests for so many sources of one bucket, so long, with `max_tokens` or fewer."""
+        """Every shape of requests for so many texts of one bucket, so long, with `max_tokens` or fewer.
+
+        The lengths are those of sources or, in a language model, of the texts that it continues, start token included.
+        """
         sizes = list(sizes)
+        if self.config.is_language_model:
+            padded = {(0, self.prompt_length(length)) for length in lengths}
+        else:
+            padded = {(self._source_length(length), 1) for length in lengths}
         shapes = {
-            Shape(power_of_two(rows), source_length, capacity)
-            for source_length in {self._source_length(length) for length in lengths}
-            for capacity in self._capacities(source_length, max_tokens)
+            Shape(power_of_two(rows), source_length, capacity, prompt_length)
+            for source_length, prompt_length in padded
+            for capacity in self._capacities(source_length, prompt_length, max_tokens)
             for size in sizes
             for rows in _cut(size, self._most_rows(source_length, capacity, width))
         }
         return sorted(shapes)
 
+    def prompt_length(self, length: int) -> int:
+        """What the decoder's first tokens are padded to, the start token among them."""
+        most = self.config.max_target_length
+        eighth = max(most // 8, 1)
+        return min(power_of_two(length), -(-length // eighth) * eighth, most)
+
     def _source_length(self, length: int) -> int:
         """What a source of this length is padded to."""
         return min(max(power_of_two(length), _SHORTEST_SOURCE), self.config.max_source_length)
 
-    def _capacity(self, source_length: int, max_tokens: int | None) -> int:
-        """Target tokens that the cache has room for beside a source padded to `source_length`."""
-        capacity = 2 * source_length + 32
-        if max_tokens is not None and max_tokens > capacity:
-            capacity = power_of_two(max_tokens)
-        return min(capacity, self.config.max_target_length)
+    def _room(self, source_length: int, prompt_length: int, max_tokens: int | None) -> int:
+        """New tokens that the cache has room for beside a text padded to such a length."""
+        text_length = max(prompt_length, _SHORTEST_SOURCE) if self.config.is_language_model else source_length
+        room = 2 * text_length + 32
+        if max_tokens is not None and max_tokens > room:
+            room = power_of_two(max_tokens)
+        return min(room, self.config.max_target_length)
 
-    def _capacities(self, source_length: int, max_tokens: int | None) -> Iterator[int]:
+    def _capacities(self, source_length: int, prompt_length: int, max_tokens: int | None) -> Iterator[int]:
         """Every capacity that requests of up to `max_tokens` have."""
-        last, capacity = self._capacity(source_length, max_tokens), self._capacity(source_length, None)
-        while capacity < last:
-            yield capacity
-            capacity = self._capacity(source_length, capacity + 1)
-        yield last
+        last, room = (self._room(source_length, prompt_length, tokens) for tokens in (max_tokens, None))
+        rooms = {last}
+        while room < last:
+            rooms.add(room)
+            room = self._room(source_length, prompt_length, room + 1)
+        yield from sorted({min(room + prompt_length - 1, self.config.max_target_length) for room in rooms})
 
     def _most_rows(self, source_length: int, capacity: int, width: int) -> int:
         within = min(self.max_batch, self.max_batch_tokens // (source_length + width * capacity))

@@ -33,7 +33,8 @@ class ModelConfig:
 
     architecture: Architecture = "encoder-decoder"
     """`encoder-decoder` and `decoder-only` are Transformers, of which the second reads source and target as one
-    sequence; `recurrent` is an encoder-decoder of recurrent cells (`tfm.nn.recurrent`)."""
+    sequence, or, with `max_source_length` 0, texts to be continued; `recurrent` is an encoder-decoder of recurrent cells
+    (`tfm.nn.recurrent`)."""
     source_vocab_size: int = 32_000
     """Rows of the source embedding [V]. A decoder-only model reads source and target with the target embedding."""
     target_vocab_size: int = 32_000
@@ -64,7 +65,7 @@ class ModelConfig:
     """`sinusoidal` interleaves sin and cos as 2i, 2i+1; `sinusoidal-halves` has all sines first. `rope` rotates the
     pairs (2i, 2i+1); `rope-halves` the pairs (i, i + H/2)."""
     max_source_length: int = 1024
-    """The longest source in tokens that the model accepts."""
+    """The longest source in tokens that the model accepts. 0, for `decoder-only`: a language model, without sources."""
     max_target_length: int = 1024
     """The longest target in tokens, end token included, that the model accepts."""
     rope_base: float = 10_000.0
@@ -137,6 +138,11 @@ class ModelConfig:
         return self.architecture != "recurrent" or self.source_context not in ("fixed", "fixed-each-step")
 
     @property
+    def is_language_model(self) -> bool:
+        """Whether it continues texts, rather than answering them: there is no source, and a text is its own target."""
+        return self.max_source_length == 0
+
+    @property
     def kv_heads(self) -> int:
         """K, with `None` resolved."""
         return self.num_heads if self.num_kv_heads is None else self.num_kv_heads
@@ -192,11 +198,13 @@ def _problems(config: ModelConfig):
         if getattr(config, name) > 1000:
             yield f"{name} must be at most 1000, not {getattr(config, name)}"
     for name in ("source_vocab_size", "target_vocab_size", "model_dim", "feed_forward_dim", "num_heads",
-                 "decoder_layers", "max_source_length", "max_target_length", "relative_buckets",
+                 "decoder_layers", "max_target_length", "relative_buckets",
                  "relative_max_distance"):  # fmt: skip
         if getattr(config, name) < 1:
             yield f"{name} must be at least 1, not {getattr(config, name)}"
             return
+    if config.max_source_length < (config.has_encoder):
+        yield f"max_source_length must be at least 1 (decoder-only: 0), not {config.max_source_length}"
     if config.encoder_layers < 0 or (config.encoder_layers == 0 and config.has_encoder):
         yield f"encoder_layers must be at least 1, not {config.encoder_layers}"
     yield from _recurrent_problems(config) if config.architecture == "recurrent" else _transformer_problems(config)

@@ -61,7 +61,9 @@ class Side:
 
     text: str
     ids: list[int]
-    """With the end token, unless it is an answer that was cut off before."""
+    """With the end token, unless it is an answer that was cut off before, or a language model's text."""
+    begun: int = 0
+    """How many of the ids come before what is asked about: in a language model the text that an answer continues."""
     is_generated: bool = False
     """True where the ids are a model's, which need not be those that the text is encoded to."""
 
@@ -82,13 +84,13 @@ def check_texts(texts: Sequence[object], what: str) -> None:
             raise ValueError(f"{what} {i} is not Unicode text: {error}") from error
 
 
-def check_lengths(rows: Sequence[list[int]], what: str, most: int, limit: str) -> None:
-    """Raises ValueError for ids that are too many, end token included; `limit` is what the model calls the most."""
+def check_lengths(rows: Sequence[list[int]], what: str, most: int, limit: str, token: str = "end") -> None:
+    """Raises ValueError for ids that are too many, `token` token included; `limit` is what the model calls the most."""
     too_long = [f"{what} {i} has {len(ids)}" for i, ids in enumerate(rows) if len(ids) > most]
     if too_long:
         more = f", and {len(too_long) - 5} more {what}s are too long" if len(too_long) > 5 else ""
         raise ValueError(
-            f"expected {what}s of at most {most} tokens (the model's {limit}), end token included; "
+            f"expected {what}s of at most {most} tokens (the model's {limit}), {token} token included; "
             + ", ".join(too_long[:5])
             + more
         )
@@ -97,13 +99,14 @@ def check_lengths(rows: Sequence[list[int]], what: str, most: int, limit: str) -
 def score_pairs(
     model: Model, params: Params, buckets: Buckets, sources: Sequence[Side], targets: Sequence[Side]
 ) -> list[PairScore]:
-    """Scores targets, which have a token at least; in order."""
+    """Scores targets, in order."""
     scores: list[PairScore | None] = [None] * len(sources)
     for indices, inputs in _batches(model, buckets, sources, targets):
         found = jax.device_get(score(model, params, **inputs))
         for row, i in enumerate(indices):
-            ids = targets[i].ids
-            scores[i] = PairScore(float(found.log_probs[row]), found.token_log_probs[row, : len(ids)].tolist(), ids)
+            begun, ids = targets[i].begun, targets[i].ids
+            token_scores = found.token_log_probs[row, begun : len(ids)]
+            scores[i] = PairScore(float(token_scores.sum()), token_scores.tolist(), ids[begun:])
     return [one for one in scores if one is not None]
 
 
@@ -159,15 +162,18 @@ def _cross_attention(
 def _batches(
     model: Model, buckets: Buckets, sources: Sequence[Side], targets: Sequence[Side]
 ) -> Iterator[tuple[list[int], dict[str, np.ndarray]]]:
-    """The indices of each batch's pairs, and the batch; rows beyond the pairs hold one padding token on each side."""
+    """The indices of each batch's pairs, and the batch; rows beyond the pairs hold one padding token on each side.
+
+    So does a side without tokens, but that the sources of a language model have no place for any.
+    """
     lengths = [(len(source.ids), len(target.ids)) for source, target in zip(sources, targets, strict=True)]
     for indices, shape in buckets.pairs(lengths):
         inputs: dict[str, np.ndarray] = {}
         for name, width, sides in (("source", shape.source_length, sources), ("target", shape.capacity, targets)):
             padded = np.full((shape.rows, width), model.config.pad_id, np.int32)
-            row_lengths = np.ones(shape.rows, np.int32)
+            row_lengths = np.full(shape.rows, min(width, 1), np.int32)
             for row, i in enumerate(indices):
                 padded[row, : len(sides[i].ids)] = sides[i].ids
-                row_lengths[row] = len(sides[i].ids)
+                row_lengths[row] = max(len(sides[i].ids), min(width, 1))
             inputs |= {name: padded, f"{name}_lengths": row_lengths}
         yield indices, inputs

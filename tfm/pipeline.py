@@ -187,12 +187,13 @@ class TextModel:
         prefixes: Iterable[str] | None = None,
         long_texts: Literal["error", "cut"] = "error",
     ) -> list[Answer]:
-        """Answers every text.
+        """Answers every text; a language model continues it, and the answer is what follows.
 
         Args:
             texts: any number of texts. An empty text is a source of nothing but the end token.
             max_tokens: the most tokens of an answer, end token included, at least 1. None: 2·S + 32, S being the padded
-                source, or the model's limit where that is less.
+                text, or the model's limit where that is less. A language model's text, padded to a power of two or to
+                an eighth of `max_target_length`, and what follows have at most `max_target_length` tokens.
             sampler: picks the tokens; or a search among several answers, of which the best is taken.
             seed: for what is drawn, from 0 to 2**32 - 1. One for all: each text's own random key comes from it and the
                 text's place in `texts`. Or one for each: then its key comes from that alone, whatever is beside it.
@@ -200,9 +201,9 @@ class TextModel:
                 but which kinds of rules there are, and how many phrases and how long, to the next power of two.
             prefixes: what each answer begins with, of which `max_tokens` counts nothing; "" for nothing. A prefix and
                 what follows have at most the model's `max_target_length` tokens, padding of the prefix to a power of
-                two counted.
+                two, or to an eighth of them, counted.
             long_texts: a text of more tokens than the model accepts is an error, or is cut to its first ones, with a
-                warning.
+                warning; to its last ones, half of what the model accepts, where it is to be continued.
 
         Returns:
             One answer a text, in order.
@@ -302,7 +303,9 @@ class TextModel:
         Args:
             texts: any number of texts.
             answers: one for each text: a string, which ends with the end token, or what `generate` gave, whose own ids
-                are scored as they are, to about its own score; but here the tokens of a prefix count like others.
+                are scored as they are, to about its own score; but here the tokens of a prefix count like others. A
+                language model is asked how likely they are as continuations, which need not end: a string has no end
+                token, and after the empty text it is scored from its first token on.
 
         Returns:
             One score a pair, in order.
@@ -312,6 +315,19 @@ class TextModel:
                 it says which, before any pair is scored.
         """
         return score_pairs(self.model, self.prepared_params, self._engine.buckets, *self._pairs(texts, answers))
+
+    @property
+    def max_text_length(self) -> int:
+        """The most tokens of a text, by `text_length`."""
+        return self._engine.max_text_length
+
+    def text_length(self, text: str) -> int:
+        """How many tokens a text has, with the one that ends a source, or starts what a language model is to continue.
+
+        Raises:
+            ValueError: the tokenizer has no ids for it.
+        """
+        return self._engine.text_length(text)
 
     def align(
         self, texts: Iterable[str], answers: Iterable[str | Answer], *, layer: SupportsIndex | None = None
@@ -330,26 +346,33 @@ class TextModel:
         Raises:
             ValueError: as `score`, or no such layer, or the model has no attention.
         """
+        if self.config.is_language_model:
+            raise ValueError("expected a model of sources and targets to align, got a language model")
         tokenizers = (self.source_tokenizer, self.target_tokenizer)
         pairs = self._pairs(texts, answers)
         return align_pairs(self.model, self.prepared_params, self._engine.buckets, *tokenizers, *pairs, layer)
 
     def _pairs(self, texts: Any, answers: Any) -> tuple[list[Side], list[Side]]:
         """Texts and answers as ids. Raises ValueError for what cannot be a pair."""
-        texts, answers = several("texts", texts), several("answers", answers)
+        texts, answers, continues = several("texts", texts), several("answers", answers), self.config.is_language_model
         if len(texts) != len(answers):
             raise ValueError(f"expected an answer for each of {len(texts)} texts, got {len(answers)}")
-        sources = [Side(text, ids) for text, ids in zip(texts, self._engine.sources(texts), strict=True)]
+        source_ids, beginnings = self._engine.inputs(texts)
+        sources = [Side(text, ids) for text, ids in zip(texts, source_ids, strict=True)]
         check_texts([answer.text if isinstance(answer, Answer) else answer for answer in answers], "answer")
-        encoded = iter(self.target_tokenizer.encode_batch([answer for answer in answers if isinstance(answer, str)]))
+        given = [answer for answer in answers if isinstance(answer, str)]
+        encode = self.target_tokenizer.encode_lines
+        encoded = iter(map(encode, given) if continues else self.target_tokenizer.encode_batch(given))
         end, targets = [self.target_tokenizer.end_id], []
-        for i, answer in enumerate(answers):
+        for i, (answer, (_, *text)) in enumerate(zip(answers, beginnings, strict=True)):
             if isinstance(answer, Answer):
                 _check_ids(answer, i, self.config.target_vocab_size)
-                was_ended = answer.finished or not answer.tokens  # a target has a token at least
-                targets.append(Side(answer.text, answer.tokens + end * was_ended, is_generated=True))
+                was_ended = answer.finished or not (answer.tokens or continues)  # a target has a token at least
+                ids = answer.tokens + end * was_ended
             else:
-                targets.append(Side(answer, next(encoded) + end))
+                ids = next(encoded) + end * (not continues)  # a continuation may go on
+            shown = answer.text if isinstance(answer, Answer) else answer
+            targets.append(Side(shown, text + ids, begun=len(text), is_generated=isinstance(answer, Answer)))
         check_lengths([target.ids for target in targets], "answer", self.config.max_target_length, "max_target_length")
         return sources, targets
 
@@ -369,8 +392,8 @@ class TextModel:
 
         Args:
             batch_sizes: how many texts of one source bucket a request will have; None: any number.
-            source_lengths: lengths in tokens, end token included, of texts that will be asked; None: all that the model
-                accepts.
+            source_lengths: lengths in tokens, end token (of a language model: start token) included, of texts that will
+                be asked; None: all that the model accepts.
             max_tokens: the most that a request will ask for; None: requests leave it to the default, or ask for less.
             sampler: of the kind that will be used; its numbers do not matter.
             constraints: with the kinds of rules that will be used, and as many and as long phrases. No prefixes, and
@@ -382,8 +405,8 @@ class TextModel:
         Raises:
             ValueError: an argument is out of range.
         """
-        config, buckets = self.config, self._engine.buckets
-        longest = config.max_source_length
+        buckets = self._engine.buckets
+        longest = self._engine.max_text_length
         batch_sizes = range(1, buckets.max_batch + 1) if batch_sizes is None else batch_sizes
         source_lengths = range(1, longest + 1) if source_lengths is None else source_lengths
         sizes = _whole_numbers("batch sizes of at least 1", batch_sizes)

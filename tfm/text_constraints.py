@@ -87,6 +87,10 @@ def encode_constraints(
     for wanted, unwanted in set(zip(map(tuple, required), map(tuple, banned), strict=True)):
         _check_apart(wanted, unwanted, tokenizer)
     rules = {name: values != getattr(neutral, name) for name, values in fields.items()}
+    if config.is_language_model and (rules["min_ratio"].any() or rules["max_ratio"].any()):
+        raise ValueError(
+            "expected min_tokens or max_tokens for a language model, got min_ratio or max_ratio, of a source"
+        )
     rules |= {name: np.array([bool(row) for row in lists]) for name, lists in phrases.items()}
     has_rules = np.any(list(rules.values()), axis=0)
     used: dict[str, typing.Any] = {name: fields[name] for name in fields if rules[name].any()}

@@ -21,6 +21,7 @@ The environment variable that silences it, TOKENIZERS_PARALLELISM, belongs to th
 
 import contextlib
 import difflib
+import io
 import itertools
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -217,6 +218,18 @@ class Tokenizer:
                 raise
             rows.extend(self._without_special(encoding.ids) for encoding in encodings)
         return rows
+
+    def encode_lines(self, text: str) -> list[int]:
+        """The ids of a plain text of any length, each line with its line feed encoded for itself, on several threads.
+
+        A language model's texts are encoded so, for a book need not be encoded at once: and so a line has the same ids
+        in the whole book as in a page of it.
+
+        Raises:
+            ValueError: as `encode`.
+        """
+        lines = list(io.StringIO(text, newline="\n"))
+        return list(itertools.chain.from_iterable(self.encode_batch(lines)))
 
     def decode(self, ids: Iterable[SupportsIndex]) -> str:
         """The text of ids: a list, or a one-dimensional NumPy or JAX array.

@@ -101,7 +101,8 @@ def evaluate_arguments(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("run", type=Path, metavar="RUN", help="a run's folder (its best model is taken) or a model's")
     parser.add_argument(
         "--split", nargs="+", default=["test"], metavar="SPLIT",
-        help="test (the default) or validation, as the run has them, or files: two line-aligned ones, a TSV or a JSONL",
+        help="test (the default) or validation, as the run has them, or files: two line-aligned ones, a TSV or a JSONL; "
+        "for a language model plain text",
     )  # fmt: skip
     parser.add_argument(
         "--metrics", nargs="+", metavar="METRIC",
@@ -120,7 +121,8 @@ def evaluate_arguments(arguments: list[str]) -> argparse.Namespace:
 def generate_arguments(arguments: list[str]) -> argparse.Namespace:
     parser = Parser(
         "generate",
-        description="Answers texts, one line a line, in their order; an empty line gets an empty line.\n\n"
+        description="Answers texts, one line a line, in their order; an empty line gets an empty line.\n"
+        "A language model continues them, and its answer is what follows.\n\n"
         "Without texts and --input, standard input is read, and answered while it comes. Without sampling options\n"
         "decoding is greedy: the likeliest token at each step. With --beams it is beam search, with --samples the\n"
         "likeliest of several random answers, with --mbr the one that is nearest to all of them.",
@@ -184,7 +186,8 @@ def score_arguments(arguments: list[str]) -> argparse.Namespace:
         "score",
         description="Says how likely given answers are, by the natural logarithm of the probability of each, end\n"
         "included, a line a pair, in order. Without --split, lines source<TAB>target are read from standard\n"
-        "input, and scored while they come. Of a source with several answers, each is a pair.",
+        "input, and scored while they come. Of a source with several answers, each is a pair.\n"
+        "For a language model each line is a text, which is scored from its first token on, without an end.",
     )
     parser.add_argument("run", type=Path, metavar="RUN", help="a run's folder (its best model is taken) or a model's")
     parser.add_argument(

@@ -184,6 +184,7 @@ def _check_data_is_named(config: TrainConfig, recipe: str) -> None:
         fields = f"{config.data.source_field!r} and {config.data.target_field!r}"
         what, example = {
             "tsv": ("one file of source<TAB>target lines", "pairs.tsv"),
+            "text": ("a file of plain text", "book.txt"),
             "jsonl": (f"one JSONL file with the fields {fields}", "train.jsonl"),
         }.get(config.data.format, ("two files whose lines are pairs, or one TSV or JSONL file", "train.en train.de"))
         raise UsageError(f"{recipe} needs data: {what}, plain or .gz, as in: tfm train {recipe} --data.train {example}")

@@ -10,6 +10,7 @@ from tfm.pipeline import TextModel, load
 from train.config import DataConfig, TrainConfig
 from train.data import load_splits, read_examples
 from train.device import use_device
+from train.plain_text import Texts, load_texts, read_text
 from train.run_folder import RunFolder
 from train.tasks import Examples
 
@@ -82,6 +83,17 @@ def read_split(split: Sequence[str], data: DataConfig, *, is_run: bool) -> Examp
     """What is measured on: in line-aligned files each line, in other files each different source."""
     examples = read_pairs(split, data, is_run=is_run)
     return examples if list(split) in SPLITS or len(split) == 2 else examples.merged()
+
+
+def read_texts(split: Sequence[str], config: TrainConfig | None) -> Texts:
+    """The plain texts of a split: those of the run, or files."""
+    if list(split) not in SPLITS:
+        return tuple(map(read_text, split))
+    if config is None:
+        raise ValueError(f"a model's folder has no {split[0]} data: give a file, as in --split test.txt")
+    if not (texts := load_texts(config.data, split[0])):
+        raise ValueError(f"the run has no {split[0]} data: give a file, as in --split test.txt")
+    return texts
 
 
 def read_pairs(split: Sequence[str], data: DataConfig, *, is_run: bool) -> Examples:

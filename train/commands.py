@@ -25,12 +25,13 @@ from tfm.pipeline import TextModel, load
 from tfm.store import load_model
 from tfm.text_metrics import HIGHER_IS_BETTER, signature
 from train import loop, schema
-from train.command_inputs import beam_search, data_config, find_model, is_model, read_split
+from train.command_inputs import beam_search, data_config, find_model, is_model, read_split, read_texts
 from train.config import BatchConfig, TrainConfig
 from train.data import LengthReport, answerable, encode_examples, eval_batches
 from train.evaluate import evaluate as evaluate_texts
 from train.evaluate import held_out_loss
 from train.optimizer import make_optimizer, peak_learning_rate
+from train.plain_text import encode_texts
 from train.prepare import prepare
 from train.progress import Reporter, whole_row
 from train.run_folder import RunFolder
@@ -112,8 +113,11 @@ def evaluate(arguments: argparse.Namespace) -> int:
         if metric not in HIGHER_IS_BETTER:
             near = schema.nearest(metric, HIGHER_IS_BETTER)
             raise ValueError(f"no metric {metric!r}; the nearest is {near!r} of {', '.join(HIGHER_IS_BETTER)}")
-    examples = read_split(arguments.split, data_config(arguments, config), is_run=config is not None)
     weights = arguments.weights or ("auto" if config is None else config.dtype)
+    if load_model(folder).config.is_language_model:
+        model = load(folder, weights=weights, cache=arguments.cache or "auto")
+        return _evaluate_text(arguments, folder, config, model, metrics)
+    examples = read_split(arguments.split, data_config(arguments, config), is_run=config is not None)
     model = load(folder, weights=weights, cache=arguments.cache or "auto")
     the_runs = model.config.max_target_length if config is None else config.max_new_tokens
     max_tokens = the_runs if arguments.max_tokens is None else arguments.max_tokens
@@ -154,6 +158,32 @@ def evaluate(arguments: argparse.Namespace) -> int:
         print(f"  loss of {pairs}")
     for name, value in values.items():
         print(f"  {name:<12} {value:8.4f}  {signatures.get(name, '')}".rstrip())
+    return 0
+
+
+def _evaluate_text(
+    arguments: argparse.Namespace, folder: Path, config: TrainConfig | None, model: TextModel, metrics: list[str]
+) -> int:
+    """Measures a language model, in blocks as the run has them."""
+    if metrics != ["loss"] or arguments.beams is not None:
+        raise ValueError(
+            "expected only the loss, with which come perplexity and bits per byte, for a language model: there is no "
+            f"generated text to compare, as with {'--beams' if metrics == ['loss'] else ', '.join(metrics)}"
+        )
+    block_tokens = model.config.max_target_length if config is None else config.data.max_target_tokens
+    blocks = encode_texts(read_texts(arguments.split, config), model.target_tokenizer, block_tokens)
+    batch = dataclasses.replace((TrainConfig() if config is None else config).batch, max_shapes=1)
+    batches = eval_batches(blocks, model.config, batch)
+    step = make_eval_step(model.model)
+    values = held_out_loss(step, model.prepared_params, batches, text_bytes=blocks.text_bytes)
+    split = " ".join(arguments.split)
+    if arguments.json:
+        sizes = {"tokens": len(blocks.ids), "bytes": blocks.text_bytes, "block_tokens": block_tokens}
+        _print_json({"model": str(folder), "split": split, **sizes, "metrics": values})
+        return 0
+    print(f"{folder} on {split}: {blocks}")
+    for name, value in values.items():
+        print(f"  {name:<13} {value:8.4f}")
     return 0
 
 
@@ -210,9 +240,14 @@ def _cache_size(
 ) -> dict[str, Any]:
     source_length = config.max_source_length if source_length is None else source_length
     length = config.max_target_length if length is None else length
-    for name, value in (("--batch", batch), ("--source-length", source_length), ("--length", length)):
-        if value < 1:
-            raise ValueError(f"expected {name} of at least 1, got {value}")
+    least = min(config.max_source_length, 1)  # a language model has no source
+    for name, value, fewest in (
+        ("--batch", batch, 1),
+        ("--source-length", source_length, least),
+        ("--length", length, 1),
+    ):
+        if value < fewest:
+            raise ValueError(f"expected {name} of at least {fewest}, got {value}")
     size = cache_bytes(config, batch=batch, source_length=source_length, capacity=length, dtype=dtype)
     return {"batch": batch, "source_length": source_length, "length": length, "dtype": dtype, "bytes": size}
 

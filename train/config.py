@@ -15,35 +15,43 @@ from tfm.config import PRESETS, ModelConfig
 from train import schema
 from train.schema import ConfigError
 
-Format = Literal["auto", "lines", "tsv", "jsonl"]
+Format = Literal["auto", "lines", "tsv", "jsonl", "text"]
 TokenizerKind = Literal["bpe", "unigram", "char", "word"]
 Metric = Literal["loss", "exact-match", "wer", "ter", "bleu", "chrf", "rouge1", "rouge2", "rougeL"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DataConfig(schema.Section, prefix="data."):
-    """Where pairs of text come from."""
+    """Where pairs of text come from, or the plain text of a language model."""
 
     task: Literal["files", "cmudict"] = "files"
     """`files` reads `train`, `validation` and `test` below; `cmudict` is built in and reads no path."""
     train: tuple[str, ...] = ()
-    """Two line-aligned files (source, target), or one TSV or JSONL file; plain or .gz, UTF-8."""
+    """Two line-aligned files (source, target), one TSV or JSONL file, or files of plain text; plain or .gz, UTF-8."""
     validation: tuple[str, ...] = ()
     """Held-out pairs, named as in `train`, for choosing the best checkpoint."""
     test: tuple[str, ...] = ()
     """Pairs that training never reads, for `tfm evaluate`."""
     format: Format = "auto"
-    """`auto`: two paths are line-aligned files; one path is JSONL or TSV by its ending (.jsonl, .json, else TSV)."""
+    """`auto`: two paths are line-aligned files; one path is JSONL or TSV by its ending (.jsonl, .json, else TSV).
+    `text` is plain text for a language model, which has no sources (`model.architecture` decoder-only,
+    `model.max_source_length` 0)."""
     source_field: str = "source"
     """JSONL key of the source text."""
     target_field: str = "target"
     """JSONL key of the target text: a string, or a list of strings where several answers are right."""
     validation_share: float = 0.0
-    """Without `validation` files: this share of the training sources is held out, chosen by a hash of the source."""
+    """Without `validation` files: this share of the training sources is held out, chosen by a hash of the source; of
+    plain text, the last lines."""
     max_source_tokens: int = 256
     """Pairs with a longer source (end token included) are left out of training, counted and reported."""
     max_target_tokens: int = 256
-    """The same for the target (end token included)."""
+    """The same for the target (end token included). Of plain text: the tokens of a block, and so the most that a
+    prediction is made from."""
+
+    @property
+    def is_plain_text(self) -> bool:
+        return self.format == "text" and self.task == "files"
 
     def problems(self) -> Iterator[str]:
         yield from schema.at_least(self, 1, "max_source_tokens", "max_target_tokens")
@@ -55,6 +63,8 @@ class DataConfig(schema.Section, prefix="data."):
             paths = getattr(self, name)
             if paths and self.task != "files":
                 yield f"{name} must be empty for the built-in task {self.task}, got {list(paths)}"
+            elif self.is_plain_text:
+                continue
             elif len(paths) > 2 or (len(paths) == 1 and self.format == "lines"):
                 yield f"{name} must be two line-aligned files, or one TSV or JSONL file, got {list(paths)}"
             elif len(paths) == 2 and self.format in ("tsv", "jsonl"):
@@ -228,8 +238,11 @@ class TrainConfig(schema.Section, prefix=""):
         if not 0 <= self.seed < 2**32:
             yield f"seed must be from 0 to 2^32 - 1, got {self.seed}"
         values = schema.flatten(self)
+        if problems := list(self._text_problems()):
+            yield from problems
+            return
         for tokens, limit in (
-            ("data.max_source_tokens", "model.max_source_length"),
+            *([] if self.data.is_plain_text else [("data.max_source_tokens", "model.max_source_length")]),
             ("data.max_target_tokens", "model.max_target_length"),
             ("validation.max_tokens", "model.max_target_length"),
         ):
@@ -247,6 +260,24 @@ class TrainConfig(schema.Section, prefix=""):
             )
         elif not self.tokenizer.shared and self.model.shared_embeddings == "all":
             yield "tokenizer.shared must be true for model.shared_embeddings = 'all', one matrix for both sides"
+
+    def _text_problems(self) -> Iterator[str]:
+        """Plain text is for language models, and they for nothing else."""
+        model, needs = self.model, "for data.format = 'text'"
+        if not self.data.is_plain_text:
+            if model.is_language_model:
+                yield (
+                    f"data.format must be 'text' for model.max_source_length = 0, got {self.data.format!r}: the model "
+                    "takes no sources"
+                )
+            return
+        if model.architecture != "decoder-only":
+            yield f"model.architecture must be 'decoder-only' {needs}, which has no sources, got {model.architecture!r}"
+        elif not model.is_language_model:
+            yield f"model.max_source_length must be 0 {needs}, which has no sources, got {model.max_source_length}"
+        if self.validation.metric != "loss":
+            metric = self.validation.metric
+            yield f"validation.metric must be 'loss' {needs}, which has no right answers, got {metric!r}"
 
     @property
     def max_new_tokens(self) -> int:

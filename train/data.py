@@ -12,7 +12,7 @@ import sys
 import threading
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import grain
 import numpy as np
@@ -82,13 +82,17 @@ def build_tokenizers(config: TokenizerConfig, examples: Examples) -> tuple[Token
     """Loads the tokenizers of source and target, or trains them on `examples`; the same object twice when shared."""
     targets = itertools.chain.from_iterable(examples.references)
     if config.shared:
-        both = itertools.chain(examples.sources, targets)
-        shared = _tokenizer("both sides", config.source_file, both, config.source_kind, config.source_vocab_size)
+        shared = build_shared_tokenizer(config, itertools.chain(examples.sources, targets))
         return shared, shared
     return (
         _tokenizer("the source", config.source_file, examples.sources, config.source_kind, config.source_vocab_size),
         _tokenizer("the target", config.target_file, targets, config.target_kind, config.target_vocab_size),
     )
+
+
+def build_shared_tokenizer(config: TokenizerConfig, texts: Iterable[str]) -> Tokenizer:
+    """Loads the one tokenizer of both sides, or trains it on `texts`."""
+    return _tokenizer("both sides", config.source_file, texts, config.source_kind, config.source_vocab_size)
 
 
 def _tokenizer(side: str, file: str, texts: Iterable[str], kind: str, vocab_size: int) -> Tokenizer:
@@ -98,6 +102,35 @@ def _tokenizer(side: str, file: str, texts: Iterable[str], kind: str, vocab_size
         return Tokenizer.train(texts, kind=kind, vocab_size=vocab_size)
     except ValueError as error:
         raise ValueError(f"the tokenizer of {side}: {error}") from error
+
+
+@runtime_checkable
+class Rows(Protocol):
+    """What batches are made of: `EncodedExamples`, or `train.plain_text.TextBlocks`."""
+
+    @property
+    def row_name(self) -> str:
+        """What rows are called, in the plural."""
+
+    @property
+    def text_bytes(self) -> int | None:
+        """Of a plain text; None of anything else."""
+
+    @property
+    def source_lengths(self) -> Int[np.ndarray, "rows"]:
+        """Positions that the source of each row takes."""
+
+    @property
+    def target_lengths(self) -> Int[np.ndarray, "rows"]:
+        """Positions that the target of each row takes."""
+
+    def __len__(self) -> int: ...
+
+    def batch(self, rows: Sequence[int], config: ModelConfig, *, shape: tuple[int, int], num_rows: int) -> Batch:
+        """Some of the rows, padded to (S, T), and with empty ones to `num_rows`."""
+
+    def arrays(self) -> tuple[np.ndarray, ...]:
+        """All that the rows are made of."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,6 +143,9 @@ class EncodedExamples:
     target_ids: Int[np.ndarray, "target_tokens"]
     """Without start and end tokens: `tfm.batch.make_batch` adds them."""
     target_offsets: Int[np.ndarray, "offsets"]
+
+    row_name = "pairs"
+    text_bytes = None
 
     def __len__(self) -> int:
         return len(self.source_offsets) - 1
@@ -129,6 +165,13 @@ class EncodedExamples:
 
     def target(self, pair: int) -> Int[np.ndarray, "tokens"]:
         return self.target_ids[self.target_offsets[pair] : self.target_offsets[pair + 1]]
+
+    def batch(self, rows: Sequence[int], config: ModelConfig, *, shape: tuple[int, int], num_rows: int) -> Batch:
+        sources, targets = [self.source(pair) for pair in rows], [self.target(pair) for pair in rows]
+        return make_batch(sources, targets, config, shape=shape, rows=num_rows)
+
+    def arrays(self) -> tuple[np.ndarray, ...]:
+        return self.source_ids, self.source_offsets, self.target_ids, self.target_offsets
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -223,7 +266,7 @@ def _flat(rows: list[list[int]], end: list[int]) -> tuple[np.ndarray, np.ndarray
 class _Grouping:
     """Which pairs share a batch: pairs of one shape, in a given order, cut into as many rows as the budget holds."""
 
-    def __init__(self, encoded: EncodedExamples, model_config: ModelConfig, batch_config: BatchConfig) -> None:
+    def __init__(self, encoded: Rows, model_config: ModelConfig, batch_config: BatchConfig) -> None:
         self.encoded = encoded
         self.model_config = model_config
         sources, targets = encoded.source_lengths, encoded.target_lengths
@@ -261,13 +304,7 @@ class _Grouping:
         shape = self.shapes[index]
         start = self._first_pair[index] + (number - self._first_batch[index]) * shape.rows
         pairs = sorted_pairs[start : min(start + shape.rows, self._first_pair[index + 1])].tolist()
-        return make_batch(
-            [self.encoded.source(pair) for pair in pairs],
-            [self.encoded.target(pair) for pair in pairs],
-            self.model_config,
-            shape=(shape.source, shape.target),
-            rows=shape.rows,
-        )
+        return self.encoded.batch(pairs, self.model_config, shape=(shape.source, shape.target), num_rows=shape.rows)
 
 
 class EvalBatches:
@@ -275,6 +312,7 @@ class EvalBatches:
 
     def __init__(self, grouping: _Grouping) -> None:
         self.shapes = grouping.shapes
+        self.text_bytes = grouping.encoded.text_bytes
         self._grouping = grouping
 
     def __len__(self) -> int:
@@ -344,15 +382,16 @@ class TrainBatches:
     def _fingerprint(self) -> str:
         """Of everything that decides which batch comes when."""
         digest = hashlib.blake2b(digest_size=16)
-        encoded = self._grouping.encoded
-        for array in (encoded.source_ids, encoded.source_offsets, encoded.target_ids, encoded.target_offsets):
+        for array in self._grouping.encoded.arrays():
             digest.update(array.data)
         digest.update(repr((self.shapes, self._seed)).encode())
         return digest.hexdigest()
 
     def describe(self) -> list[str]:
         """A table of the shapes, to print line by line."""
-        cells: list[tuple[str, ...]] = [("source", "target", "rows", "pairs", "batches", "padding")]
+        cells: list[tuple[str, ...]] = [
+            ("source", "target", "rows", self._grouping.encoded.row_name, "batches", "padding")
+        ]
         for shape in self.shapes:
             counts = (shape.source, shape.target, shape.rows, shape.pairs, shape.batches)
             cells.append((*(f"{count:,}" for count in counts), f"{shape.padding_share:.1%}"))
@@ -393,13 +432,11 @@ class TrainIterator:
         self._batches.close()
 
 
-def train_batches(
-    encoded: EncodedExamples, model_config: ModelConfig, batch_config: BatchConfig, *, seed: int
-) -> TrainBatches:
+def train_batches(encoded: Rows, model_config: ModelConfig, batch_config: BatchConfig, *, seed: int) -> TrainBatches:
     """Plans the training batches.
 
     Args:
-        encoded: the pairs.
+        encoded: the pairs, or the blocks of a text.
         model_config: for the special ids and the longest source and target.
         batch_config: the budget; see `BatchConfig`.
         seed: of the order.
@@ -411,7 +448,7 @@ def train_batches(
     return TrainBatches(_Grouping(encoded, model_config, batch_config), seed)
 
 
-def eval_batches(encoded: EncodedExamples, model_config: ModelConfig, batch_config: BatchConfig) -> EvalBatches:
+def eval_batches(encoded: Rows, model_config: ModelConfig, batch_config: BatchConfig) -> EvalBatches:
     """Batches of every pair, unshuffled, within the budget and in shapes chosen as for training; see `train_batches`.
 
     No pairs make no batches. One pair always is a batch, even if it is longer than the budget.

@@ -37,16 +37,23 @@ class Evaluation:
 
 
 def held_out_loss(
-    eval_step: Callable[[Any, Batch], LossSums], params: Any, batches: Iterable[Batch]
+    eval_step: Callable[[Any, Batch], LossSums],
+    params: Any,
+    batches: Iterable[Batch],
+    *,
+    text_bytes: int | None = None,
 ) -> dict[str, float]:
     """`loss` (nats per target token, end tokens included, without smoothing) and `perplexity` over all batches.
 
-    Sums are added in float64 and divided once, so how pairs were batched changes nothing but rounding.
+    Sums are added in float64 and divided once, so how pairs were batched changes nothing but rounding. Of plain text,
+    `bits_per_byte` besides: its whole loss in bits, end token included, over its bytes in UTF-8. That compares models
+    of different tokenizers, whose tokens are not alike.
 
     Args:
         eval_step: of `train.step.make_eval_step`.
         params: the model's parameters.
         batches: of `train.data.eval_batches`.
+        text_bytes: of the plain text that the batches are made of.
 
     Raises:
         ValueError: there is no target token in them.
@@ -56,8 +63,9 @@ def held_out_loss(
     weight = sum(float(one.weight) for one in sums)
     if not weight:
         raise ValueError("expected held-out pairs, got none")
-    loss = sum(float(one.nll_sum) for one in sums) / weight
-    return {"loss": loss, "perplexity": perplexity(loss)}
+    nll = sum(float(one.nll_sum) for one in sums)
+    measured = {"loss": nll / weight, "perplexity": perplexity(nll / weight)}
+    return measured if text_bytes is None else measured | {"bits_per_byte": nll / math.log(2) / text_bytes}
 
 
 def perplexity(nll: float) -> float:

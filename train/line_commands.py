@@ -14,13 +14,14 @@ import rich.console
 import rich.table
 
 from tfm.answering import Answer
-from tfm.decoding.alignment import check_layer, num_attentions, pharaoh
+from tfm.decoding.alignment import pharaoh
 from tfm.decoding.mbr import MinimumBayesRisk
 from tfm.decoding.requests import Decoding
 from tfm.decoding.sampling import Greedy, Samples, Sampling
 from tfm.pipeline import TextModel
 from tfm.text_constraints import TextConstraints, known_ids
-from train.command_inputs import SPLITS, beam_search, data_config, load_requested, read_pairs
+from train.command_inputs import SPLITS, beam_search, data_config, load_requested, read_pairs, read_texts
+from train.plain_text import lines_of
 from train.streaming import (
     LINES_AT_ONCE,
     Row,
@@ -30,6 +31,7 @@ from train.streaming import (
     pair_rows,
     score_rows,
     stream_lines,
+    text_rows,
 )
 
 
@@ -50,9 +52,9 @@ def generate(arguments: argparse.Namespace) -> int:
     constraints = _constraints(arguments)
     prefix = arguments.prefix or ""
     known_ids("prefix", [prefix], model.target_tokenizer)  # says what is wrong also where no text will come
-    model.generate([], constraints=constraints)
+    model.generate([], sampler=sampler, constraints=constraints)
     if arguments.alignments:
-        check_layer(arguments.layer, num_attentions(model.config))
+        model.align([], [], layer=arguments.layer)
     asked: dict[str, Any] = dict(
         name=name, max_tokens=arguments.max_tokens, sampler=sampler, seed=seed, constraints=constraints, prefix=prefix,
         long_texts="cut" if arguments.cut else "error",
@@ -163,7 +165,12 @@ def score(arguments: argparse.Namespace) -> int:
         if sys.stdin is None:
             raise ValueError("expected --split or an open standard input")
         name = "standard input, line"
-        rows = pair_rows(group_lines(sys.stdin.buffer, whole_groups=False), name=name)
+        to_rows = text_rows if model.config.is_language_model else pair_rows
+        rows = to_rows(group_lines(sys.stdin.buffer, whole_groups=False), name=name)
+    elif model.config.is_language_model:
+        name = f"{' and '.join(arguments.split)}, line"
+        lines = (line.removesuffix("\n") for text in read_texts(arguments.split, config) for line in lines_of(text))
+        rows = iter(lambda: [("", [line]) for line in itertools.islice(lines, LINES_AT_ONCE)], [])
     else:
         examples = read_pairs(arguments.split, data_config(arguments, config), is_run=config is not None)
         is_named = arguments.split in SPLITS

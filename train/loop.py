@@ -332,7 +332,8 @@ class _Session:
         config, prepared, progress = self._config.validation, self._prepared, self._progress
         assert prepared.validation is not None
         with self._clock.paused():
-            metrics = held_out_loss(self._eval_step, self._state.params, prepared.validation)
+            held_out = prepared.validation
+            metrics = held_out_loss(self._eval_step, self._state.params, held_out, text_bytes=held_out.text_bytes)
             row: dict[str, Any] = {"step": self._step, "split": "validation", **metrics}
             if len(prepared.examples):
                 evaluation = evaluate(

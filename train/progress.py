@@ -30,6 +30,7 @@ with `source`, `hypothesis` and `references`."""
 _SHOWN = {
     "loss": "loss {:.4f}",
     "perplexity": "perplexity {:.4g}",
+    "bits_per_byte": "{:.3f} bits per byte",
     "learning_rate": "learning rate {:.2e}",
     "tokens_per_second": "{:,.0f} tokens/s",
     "padding_share": "padding {:.1%}",

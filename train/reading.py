@@ -1,4 +1,4 @@
-"""Files of text pairs to `Examples`, with errors that name the file, the line and what is wrong.
+"""Files to pairs of text, or to lines, with errors that name the file, the line and what is wrong.
 
 A file is UTF-8, with or without a byte order mark, plain or gzipped (known by its first bytes, or by `.gz`). Lines end
 with LF or CRLF; a file without any LF is split at CR. Nothing else ends a line: U+2028, U+0085, a form feed and a CR
@@ -23,11 +23,13 @@ GZIP_MAGIC = b"\x1f\x8b"
 _UNDECODED = re.compile("[\udc80-\udcff]")  # what `surrogateescape` makes of a byte that is not UTF-8
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
+_PLAIN_TEXT = "; plain text is for data.format = 'text', as in the recipe language-model"
+
 _Row = tuple[str, list[str]]
 
 
 class DataError(ValueError):
-    """A file that cannot be read as pairs of text."""
+    """A file that cannot be read as text, or as pairs of text."""
 
     def __init__(self, path: str | Path, problem: str, line: int | None = None) -> None:
         super().__init__(f"{path}: {problem}" if line is None else f"{path}, line {line}: {problem}")
@@ -79,7 +81,7 @@ def read_examples(
 
 def _read_aligned(source_path: str | Path, target_path: str | Path) -> Iterator[_Row]:
     source_lines, target_lines = 0, 0
-    for source, target in itertools.zip_longest(_lines(source_path), _lines(target_path)):
+    for source, target in itertools.zip_longest(read_lines(source_path), read_lines(target_path)):
         source_lines += source is not None
         target_lines += target is not None
         if source_lines == target_lines:
@@ -93,15 +95,15 @@ def _read_aligned(source_path: str | Path, target_path: str | Path) -> Iterator[
 
 
 def _read_tsv(path: str | Path) -> Iterator[_Row]:
-    for number, line in enumerate(_lines(path), 1):
+    for number, line in enumerate(read_lines(path), 1):
         source, *targets = line.split("\t")
         if line.strip() and not targets:
-            raise DataError(path, f"expected source<TAB>target, got no tab in {_shortened(line)}", number)
+            raise DataError(path, f"expected source<TAB>target, got no tab in {_shortened(line)}{_PLAIN_TEXT}", number)
         yield source, targets
 
 
 def _read_jsonl(path: str | Path, source_field: str, target_field: str) -> Iterator[_Row]:
-    for number, line in enumerate(_lines(path), 1):
+    for number, line in enumerate(read_lines(path), 1):
         if not line.strip():
             yield "", [""]
             continue
@@ -129,7 +131,7 @@ def _read_jsonl(path: str | Path, source_field: str, target_field: str) -> Itera
         yield source, targets
 
 
-def _lines(path: str | Path) -> Iterator[str]:
+def read_lines(path: str | Path) -> Iterator[str]:
     """The lines of a file, without their ends. Raises DataError, after the last good line."""
     number = 0
     if not str(path):  # which would be the working directory
@@ -148,7 +150,7 @@ def _lines(path: str | Path) -> Iterator[str]:
     except OSError as error:
         raise DataError(path, f"expected a file that can be read, got: {error.strerror}") from None
     if number == 0:
-        raise DataError(path, "expected pairs of text, got an empty file")
+        raise DataError(path, "expected text, got an empty file")
 
 
 def _raw_lines(path: str | Path) -> Generator[str, None, None]:

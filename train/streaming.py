@@ -167,6 +167,27 @@ def _line_seed(seed: int, number: int) -> int:
     return int(np.random.SeedSequence([seed, number]).generate_state(1)[0])
 
 
+def text_rows(groups: Iterable[Group], *, name: str) -> Iterator[Sequence[Row]]:
+    """The rows of lines that are texts, each to be scored as what follows nothing.
+
+    Args:
+        groups: of `group_lines`.
+        name: of a line, before its number in an error.
+
+    Raises:
+        ValueError: a line that is not UTF-8, by its number, after the rows before it were given.
+    """
+    for first, lines in groups:
+        rows: list[Row] = []
+        for number, line in enumerate(lines, first):
+            try:
+                rows.append(("", [line if isinstance(line, str) else _decode(line, number)]))
+            except UnicodeDecodeError as error:
+                yield rows
+                raise ValueError(f"{name} {number}: expected UTF-8, got other bytes ({error})") from error
+        yield rows
+
+
 def pair_rows(groups: Iterable[Group], *, name: str) -> Iterator[Sequence[Row]]:
     """The rows of lines `source<TAB>target[<TAB>further target]`; a blank line is a pair without text.
 
@@ -235,13 +256,17 @@ def score_rows(
 
 def _too_long(model: TextModel, source: str, targets: Sequence[str]) -> str | None:
     """What is wrong with the lengths of a row, if anything is."""
-    config = model.config
-    sides = [(source, "source", model.source_tokenizer, config.max_source_length)]
-    sides += [(target, "target", model.target_tokenizer, config.max_target_length) for target in targets]
-    for text, what, tokenizer, most in sides:
-        length = len(tokenizer.encode(text)) + 1
+    if (length := model.text_length(source)) > model.max_text_length:
+        return f"expected at most {model.max_text_length} tokens, the model's longest source, got {length}"
+    most, continues = model.config.max_target_length, model.config.is_language_model
+    for target in targets:
+        length = (
+            len(model.target_tokenizer.encode_lines(target))
+            if continues
+            else len(model.target_tokenizer.encode(target)) + 1
+        )
         if length > most:
-            return f"expected at most {most} tokens, the model's longest {what}, got {length}"
+            return f"expected at most {most} tokens, the model's longest target, got {length}"
     return None
 
 
@@ -250,15 +275,16 @@ def _answerable(
 ) -> tuple[list[str], str | None]:
     """The texts up to the first that cannot be answered, and what is wrong with that one, beginning with its number."""
     texts: list[str] = []
-    most = model.config.max_source_length
+    most = model.max_text_length
+    what = "text, start token included" if model.config.is_language_model else "source"
     for number, line in enumerate(lines, first):
         try:
             text = line if isinstance(line, str) else _decode(line, number)
         except UnicodeDecodeError as error:
             return texts, f"{number}: expected UTF-8, got other bytes ({error})"
-        length = len(model.source_tokenizer.encode(text)) + 1
+        length = model.text_length(text)
         if length > most and long_texts == "error":
-            return texts, f"{number}: expected at most {most} tokens, the model's longest source, got {length}"
+            return texts, f"{number}: expected at most {most} tokens, the model's longest {what}, got {length}"
         texts.append(text)
     return texts, None
 

@@ -36,7 +36,8 @@ def init_params(model: Model, key: KeyArray) -> Params:
         key: the same key gives the same parameters.
     """
     one_token, one_length = jnp.zeros((1, 1), jnp.int32), jnp.ones(1, jnp.int32)
-    return model.init(key, one_token, one_length, one_token)["params"]
+    source = one_token[:, : model.config.max_source_length]  # a language model takes none
+    return model.init(key, source, one_length * source.shape[1], one_token)["params"]
 
 
 def prepare_for_inference(params: Params, weights: Weights) -> Params:

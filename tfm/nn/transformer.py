@@ -290,7 +290,10 @@ class EncoderDecoder(Transformer):
 
 
 class DecoderOnly(Transformer):
-    """A decoder alone: each row's source and target are one sequence, without a gap between them."""
+    """A decoder alone: each row's source and target are one sequence, without a gap between them.
+
+    A language model on plain text is the same with S = 0.
+    """
 
     def setup(self) -> None:
         self.setup_shared(max_length=self._max_length, has_source=False)
@@ -306,8 +309,10 @@ class DecoderOnly(Transformer):
         check_length("source", source.shape[1], self.config.max_source_length)
         check_length("target", target_in.shape[1], self.config.max_target_length)
         x, _ = self._run(join(source, source_lengths, target_in))
-        at_target = source_lengths[:, None] + jnp.arange(target_in.shape[1])[None]
-        return self.logits(jnp.take_along_axis(x, at_target[..., None], axis=1))
+        if source.shape[1]:
+            at_target = source_lengths[:, None] + jnp.arange(target_in.shape[1])[None]
+            x = jnp.take_along_axis(x, at_target[..., None], axis=1)
+        return self.logits(x)
 
     def prefill(
         self,
@@ -350,6 +355,8 @@ def join(source: Int[Array, "B S"], source_lengths: Int[Array, "B"], target: Int
         >>> join(jnp.array([[7, 8], [9, 0]]), jnp.array([2, 1]), jnp.array([[1, 5], [1, 6]])).tolist()
         [[7, 8, 1, 5], [9, 1, 6, 6]]
     """
+    if source.shape[1] == 0:
+        return target
     at = jnp.arange(source.shape[1] + target.shape[1])[None]
     in_target = jnp.clip(at - source_lengths[:, None], 0, target.shape[1] - 1)
     in_source = jnp.broadcast_to(jnp.minimum(at, source.shape[1] - 1), in_target.shape)
