@@ -6,7 +6,6 @@ from typing import Literal, SupportsIndex, get_args
 
 import jax
 import numpy as np
-from matplotlib.axes import Axes
 
 from tfm.answering import Answer
 from tfm.axes import Array, Float
@@ -14,7 +13,7 @@ from tfm.buckets import power_of_two
 from tfm.checks import whole_number
 from tfm.decoding.alignment import attention_weights, check_layer
 from tfm.pipeline import TextModel
-from tfm.plot.figures import Figure, figure_and_axes
+from tfm.plot.figures import Axes, Figure, figure_and_axes
 
 Part = Literal["cross", "self", "encoder"]
 """The decoder's attention to the source, the decoder's to its own input, or the encoder's."""
@@ -56,7 +55,7 @@ class TokenAttention:
 
 
 def token_attention(
-    model: TextModel, text: str, answer: str | Answer | None = None, *, of: Part = "cross"
+    model: TextModel, text: str, answer: str | Answer | None = None, *, of: str = "cross"
 ) -> TokenAttention:
     """What every head looked at while an answer was predicted, in one teacher-forced pass.
 
@@ -64,7 +63,7 @@ def token_attention(
         model: any.
         text: the source.
         answer: a text, or what `generate` gave, whose own ids are taken; None: the model's greedy answer.
-        of: which attention.
+        of: "cross", "self" or "encoder": see `Part`.
 
     Raises:
         ValueError: there is no such attention in the model, or text or answer cannot be.
@@ -83,7 +82,7 @@ def token_attention(
         source_lengths=[len(source)],
         target_lengths=[len(target)],
     )
-    by_part: dict[Part, Array | None] = dict(
+    by_part: dict[str, Array | None] = dict(
         zip(get_args(Part), (weights.cross_attention, weights.self_attention, weights.encoder), strict=True)
     )
     found = by_part[of]
@@ -102,7 +101,7 @@ def attention_map(
     text: str,
     answer: str | Answer | None = None,
     *,
-    of: Part = "cross",
+    of: str = "cross",
     layer: SupportsIndex | None = -1,
     head: SupportsIndex | None = None,
     ax: Axes | None = None,
@@ -113,7 +112,7 @@ def attention_map(
         model: any.
         text: the source.
         answer: as in `token_attention`.
-        of: which attention.
+        of: "cross", "self" or "encoder": see `Part`.
         layer: -1 for the last; None for the mean of all.
         head: counted from 0; None for the mean of all.
         ax: where to draw; None: on a new figure.
@@ -126,7 +125,7 @@ def attention_map(
     return heat_map(weights, looked.rows, looked.columns, title=title, ax=ax)
 
 
-def attention_grid(model: TextModel, text: str, answer: str | Answer | None = None, *, of: Part = "cross") -> Figure:
+def attention_grid(model: TextModel, text: str, answer: str | Answer | None = None, *, of: str = "cross") -> Figure:
     """All heads at once: a row of maps for each layer, from the first to the last, a column for each head.
 
     Arguments and errors are those of `token_attention`.

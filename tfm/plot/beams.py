@@ -9,7 +9,6 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 import numpy as np
-from matplotlib.axes import Axes
 
 from tfm.axes import Array
 from tfm.checks import whole_number
@@ -17,7 +16,7 @@ from tfm.decoding.beam import BeamSearch, NBest, beam_search
 from tfm.decoding.inference import decode_step, prefill
 from tfm.nn import cache as caches
 from tfm.pipeline import TextModel
-from tfm.plot.figures import Figure, figure_and_axes
+from tfm.plot.figures import Axes, Figure, figure_and_axes
 
 
 @dataclasses.dataclass(frozen=True)

@@ -7,9 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from matplotlib.axes import Axes
-
-from tfm.plot.figures import Figure, figure_and_axes
+from tfm.plot.figures import Axes, Figure, figure_and_axes
 
 Folder = str | os.PathLike[str]
 XAxis = Literal["step", "seconds"]
@@ -49,7 +47,7 @@ def learning_curves(
     runs: Folder | Sequence[Folder] | Mapping[str, Folder],
     *,
     metric: str = "perplexity",
-    x: XAxis = "step",
+    x: str = "step",
     ax: Axes | None = None,
 ) -> Figure:
     """A metric over the steps, or the seconds of training, of one run or of several, which have a colour each.
@@ -59,7 +57,7 @@ def learning_curves(
         metric: any that is recorded: "perplexity" is the same for training and validation, whereas a training step's
             "loss" is smoothed. Of the splits, "train" (a line) and "validation" (dashed, with dots), those are drawn
             that have it.
-        x: what goes to the right.
+        x: what goes to the right: "step" or "seconds".
         ax: where to draw; None: on a new figure.
 
     Raises:
@@ -75,7 +73,7 @@ def learning_curves(
         if metric not in known - {"step", "seconds"}:
             recorded = ", ".join(sorted(known - {"step", "seconds"})) or "nothing yet"
             raise ValueError(f"expected a metric that run {name} has recorded ({recorded}), got {metric!r}")
-    figure, ax = figure_and_axes(ax, 6, 4)
+    figure, ax = figure_and_axes(ax, 6.0, 4.0)
     for number, (name, rows) in enumerate(records.items()):
         for split, style in _STYLES.items():
             points = [(row[x], row[metric]) for row in rows if row["split"] == split and metric in row and x in row]

@@ -7,14 +7,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from matplotlib.axes import Axes
 
 from tfm.config import ModelConfig
 from tfm.decoding.inference import prefill
 from tfm.nn.cache import CacheDtype, cache_bytes
 from tfm.nn.params import param_shapes
 from tfm.nn.transformer import build_model
-from tfm.plot.figures import Figure, figure_and_axes
+from tfm.plot.figures import Axes, Figure, figure_and_axes
 
 
 def measured_cache_bytes(
@@ -68,7 +67,7 @@ def cache_growth(
         measured = [measured_cache_bytes(config, capacity=capacity, **size) for capacity in capacities]
         formula = [cache_bytes(config, capacity=capacity, **size) for capacity in capacities]
         curves[name] = (measured, formula)
-    figure, ax = figure_and_axes(ax, 6, 4)
+    figure, ax = figure_and_axes(ax, 6.0, 4.0)
     for number, (name, (measured, formula)) in enumerate(curves.items()):
         prefix, color = f"{name}: " if name else "", f"C{number % 10}"
         ax.plot(capacities, np.array(formula) / 2**20, "-", color=color, label=f"{prefix}formula")
