@@ -89,15 +89,15 @@ assert np.allclose(measured[seen], said[seen], rtol=0.15)
 
 # %% [markdown]
 # **Claim.** For a fixed offset $k$, $PE_{p+k}$ is a linear function of $PE_p$, the same for all $p$ (section 3.5 of the
-# paper): least squares on some positions finds it, and it holds on others.
+# paper): least squares on the even positions finds it, and it holds on the odd ones.
 
 # %%
 OFFSET = 7
-now, later = np.asarray(encodings[:2048]), np.asarray(encodings[OFFSET : 2048 + OFFSET])
-matrix, *_ = np.linalg.lstsq(now[:1024], later[:1024], rcond=None)
-error = np.abs(now[1024:] @ matrix - later[1024:]).max()
-print(f"matrix {matrix.shape}; largest error on positions it was not fitted to: {error:.1e}")
-assert error < 0.02
+now, later = np.asarray(encodings[:4000], np.float64), np.asarray(encodings[OFFSET : 4000 + OFFSET], np.float64)
+matrix, *_ = np.linalg.lstsq(now[0::2], later[0::2], rcond=None)
+error = np.abs(now[1::2] @ matrix - later[1::2]).max()
+print(f"matrix {matrix.shape}; largest error on positions that it was not fitted to: {error:.1e}")
+assert error < 0.01
 
 # %% [markdown]
 # ## Rotations

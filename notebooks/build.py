@@ -40,7 +40,7 @@ def run(script: Path, into: Path, *, small: bool) -> Path:
         nbclient.exceptions.CellExecutionError: a cell raised something.
     """
     notebook, path = read(script), into / f"{script.stem}.ipynb"
-    client = nbclient.NotebookClient(notebook, timeout=1800, kernel_name="python3", record_timing=False)
+    client = nbclient.NotebookClient(notebook, timeout=1800, record_timing=False, coalesce_streams=True)
     environment = {**os.environ, "TFM_NOTEBOOK": "small" if small else "full", "PYTHONUNBUFFERED": "1"}
     try:
         client.execute(cwd=str(into), env=environment)

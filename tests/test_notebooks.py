@@ -61,8 +61,9 @@ def test_every_claim_is_followed_by_a_cell_that_ends_in_an_assertion(script):
         kind, text = cells[place + 1]
         assert kind == "code", cells[place][1]
         last = ast.parse(text).body[-1]
-        inner = last.body[-1] if isinstance(last, ast.For) else last
-        assert isinstance(inner, ast.Assert), f"after {cells[place][1]!r}: {ast.unparse(last)!r}"
+        while isinstance(last, ast.For):
+            last = last.body[-1]
+        assert isinstance(last, ast.Assert), f"after {cells[place][1]!r}: {ast.unparse(last)!r}"
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=ids(SCRIPTS))
