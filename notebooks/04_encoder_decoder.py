@@ -226,6 +226,11 @@ def without_norm(call, args, kwargs, context):
     return call(*args, **kwargs)
 
 
+def without_either(call, args, kwargs, context):
+    """Neither norm nor residual: f(g(h(…)))."""
+    return without_residual(lambda *args, **kwargs: without_norm(call, args, kwargs, context), args, kwargs, context)
+
+
 def without_feed_forward(call, args, kwargs, context):
     """Feed-forward layers add nothing."""
     result = call(*args, **kwargs)
@@ -244,12 +249,12 @@ CHANGES = {
     "without residual": without_residual,
     "without feed-forward": without_feed_forward,
 }
-DEPTH = 8 if SMALL else 16
+DEPTHS = (4, 8) if SMALL else (8, 16)
 
 
-def gradient_by_layer(change):
+def gradient_by_layer(change, depth):
     """The norm of the loss's gradient at each encoder layer's matrices, from the first layer to the last."""
-    deep = tfm.build_model(config.replace(encoder_layers=DEPTH, decoder_layers=1), dtype="float32")
+    deep = tfm.build_model(config.replace(encoder_layers=depth, decoder_layers=1), dtype="float32")
     deep_params = tfm.init_params(deep, jax.random.key(0))
 
     def loss(params):
@@ -259,28 +264,54 @@ def gradient_by_layer(change):
 
     with nn.intercept_methods(change):
         gradients = jax.jit(jax.grad(loss))(deep_params)["encoder"]
-    each = [jax.tree.leaves(gradients[f"layer_{i}"]) for i in range(DEPTH)]
+    each = [jax.tree.leaves(gradients[f"layer_{i}"]) for i in range(depth)]
     return np.array([float(jnp.sqrt(sum((leaf**2).sum() for leaf in leaves))) for leaves in each])
 
 
-by_layer = {name: gradient_by_layer(CHANGES[name]) for name in ("as it is", "without residual")}
+STACKS = {
+    "as it is": with_all,
+    "residual, no norm": without_norm,
+    "norm, no residual": without_residual,
+    "neither": without_either,
+}
+by_layer = {(name, depth): gradient_by_layer(change, depth) for name, change in STACKS.items() for depth in DEPTHS}
 figure = Figure(figsize=(6, 3.5), layout="constrained")
 ax = figure.subplots()
-for name, norms in by_layer.items():
-    ax.plot(range(DEPTH), norms / norms[-1], "o-", label=name)
-ax.set(yscale="log", xlabel="encoder layer, from the bottom", ylabel="gradient, to that of the last layer")
+for name in STACKS:
+    ax.plot(range(DEPTHS[-1]), by_layer[name, DEPTHS[-1]], "o-", label=name)
+ax.set(yscale="log", xlabel="encoder layer, from the bottom", ylabel="norm of its gradient")
 ax.legend()
 display(figure)
+share = {key: norms[0] / norms[-1] for key, norms in by_layer.items()}
+for name in STACKS:
+    print(f"{name:18} first layer's gradient to the last one's:", " ".join(f"{share[name, d]:8.3g}" for d in DEPTHS),
+          f" of {DEPTHS} layers")  # fmt: skip
 
 # %% [markdown]
-# **Claim.** With residual connections the first of the stack's layers gets a gradient no smaller than a tenth of the
-# last one's; without them it is a smaller part of it, and the deeper the stack, the smaller.
+# **Claim.** With neither residual connections nor norms the gradient vanishes on its way down, and the deeper the
+# stack, the more. With residual connections alone it does not.
 
 # %%
-share = {name: norms[0] / norms[-1] for name, norms in by_layer.items()}
-print({name: f"first layer's gradient is {value:.3g} of the last one's" for name, value in share.items()})
-assert share["as it is"] > 0.1
-assert share["without residual"] < 0.5 * share["as it is"]
+shallow, deep = DEPTHS
+print(
+    f"first to last of {deep} layers: {share['neither', deep]:.2g}; with residuals {share['residual, no norm', deep]:.2g}"
+)
+assert share["neither", deep] < 0.5 * share["neither", shallow]
+assert share["neither", deep] < 0.3
+assert share["residual, no norm", deep] > 0.5
+
+# %% [markdown]
+# **Claim.** The textbook's story is not the whole of it. Norms alone keep the *size* of the gradient too, as each
+# sublayer starts from vectors of size 1 again; and residuals alone let sizes grow from layer to layer, so that
+# gradients are far larger than with both. Residual and norm together keep it steady. (What norms alone do not give is
+# seen below.)
+
+# %%
+largest = {name: float(by_layer[name, deep].max()) for name in STACKS}
+print({name: f"{value:.3g}" for name, value in largest.items()})
+assert share["norm, no residual", deep] > 0.3
+assert largest["residual, no norm"] > 10 * largest["as it is"]
+assert 0.3 < share["as it is", deep] < 10
 
 # %% [markdown]
 # ## What is left without norm, residual, feed-forward
