@@ -293,12 +293,11 @@ for name in STACKS:
 
 # %%
 shallow, deep = DEPTHS
-print(
-    f"first to last of {deep} layers: {share['neither', deep]:.2g}; with residuals {share['residual, no norm', deep]:.2g}"
-)
-assert share["neither", deep] < 0.5 * share["neither", shallow]
-assert share["neither", deep] < 0.3
-assert share["residual, no norm", deep] > 0.5
+bare, residual = share["neither", deep], share["residual, no norm", deep]
+print(f"of {deep} layers, first to last: {bare:.2g} with neither, {residual:.2g} with residuals")
+assert bare < 0.5 * share["neither", shallow]
+assert bare < 0.3
+assert residual > 0.5
 
 # %% [markdown]
 # **Claim.** The textbook's story is not the whole of it. Norms alone keep the *size* of the gradient too, as each

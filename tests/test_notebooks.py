@@ -46,7 +46,9 @@ def workshop(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_it_runs_from_a_clean_kernel_and_its_claims_hold(script, workshop):
     command = [sys.executable, str(FOLDER / "build.py"), script.stem, "--small", "--into", str(workshop)]
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    found = subprocess.run(command, capture_output=True, text=True, check=False, env={**os.environ, "PYTHONPATH": path})
+    own = {name: str(workshop / ".home") for name in ("IPYTHONDIR", "JUPYTER_RUNTIME_DIR", "MPLCONFIGDIR")}
+    environment = {**os.environ, "PYTHONPATH": path, **own}
+    found = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
     assert found.returncode == 0, found.stdout + found.stderr
     notebook = nbformat.read(workshop / f"{script.stem}.ipynb", as_version=4)
     assert any(cell.outputs for cell in notebook.cells if cell.cell_type == "code")
