@@ -21,7 +21,8 @@
 # source). Letters are those of `tfm.axes`: $Q$ queries, $M$ keys, $N$ heads of $H$ entries ($d_k$ in the paper).
 
 # %%
-# On a hosted notebook service: installs tfm, from the clone around this notebook or else from its git address.
+# On a hosted notebook service: installs tfm, from the clone around this notebook or else from its git address, which
+# then stands in place of HOST/PATH.
 import importlib.util
 import subprocess
 import sys

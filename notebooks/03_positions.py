@@ -22,7 +22,8 @@
 # and extrapolation). $D$ is the model's width, $H$ that of a head.
 
 # %%
-# On a hosted notebook service: installs tfm, from the clone around this notebook or else from its git address.
+# On a hosted notebook service: installs tfm, from the clone around this notebook or else from its git address, which
+# then stands in place of HOST/PATH.
 import importlib.util
 import subprocess
 import sys

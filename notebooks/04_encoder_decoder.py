@@ -22,7 +22,8 @@
 # $T$ target tokens, $D$ the model's width, $F$ the feed-forward's, $L$ layers, $V$ entries of a vocabulary.
 
 # %%
-# On a hosted notebook service: installs tfm, from the clone around this notebook or else from its git address.
+# On a hosted notebook service: installs tfm, from the clone around this notebook or else from its git address, which
+# then stands in place of HOST/PATH.
 import importlib.util
 import subprocess
 import sys

@@ -22,7 +22,8 @@
 # smoothing); Bahdanau et al. 2014 (section 5.2, alignments as pictures). Data: the CMU Pronouncing Dictionary.
 
 # %%
-# On a hosted notebook service: installs tfm, from the clone around this notebook or else from its git address.
+# On a hosted notebook service: installs tfm, from the clone around this notebook or else from its git address, which
+# then stands in place of HOST/PATH.
 import importlib.util
 import subprocess
 import sys

@@ -23,7 +23,8 @@
 # $N$ query heads, $K$ key/value heads of $H$ entries each.
 
 # %%
-# On a hosted notebook service: installs tfm, from the clone around this notebook or else from its git address.
+# On a hosted notebook service: installs tfm, from the clone around this notebook or else from its git address, which
+# then stands in place of HOST/PATH.
 import importlib.util
 import subprocess
 import sys

@@ -21,7 +21,8 @@
 # Holtzman et al. 2020 (nucleus sampling). $W$ is the beam's width, $Y$ an answer, $X$ its source.
 
 # %%
-# On a hosted notebook service: installs tfm, from the clone around this notebook or else from its git address.
+# On a hosted notebook service: installs tfm, from the clone around this notebook or else from its git address, which
+# then stands in place of HOST/PATH.
 import importlib.util
 import subprocess
 import sys
