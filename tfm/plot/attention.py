@@ -163,7 +163,7 @@ def heat_map(
     # a $ in a token is a dollar, no formula; a space is to be seen
     labels = [[token.replace("$", r"\$").replace(" ", "␣") for token in tokens] for tokens in (rows, columns)]
     ax.set_yticks(range(len(rows)), labels[0])
-    ax.set_xticks(range(len(columns)), labels[1], rotation=90 if max(map(len, columns)) > 2 else 0)
+    ax.set_xticks(range(len(columns)), labels[1], rotation=90 if max(map(len, columns)) > 4 else 0)
     ax.xaxis.tick_top()
     if title:
         ax.set_title(title, fontsize="medium")
