@@ -210,10 +210,9 @@ def learn(name, data, *, positions, architecture="encoder-decoder", kind="word",
 
 
 KINDS = ["sinusoidal", "rope"] if SMALL else ["sinusoidal", "learned", "rope", "t5-bias", "alibi"]
+STEPS = 200 if SMALL else 1000
 copiers = {
-    kind: learn(
-        f"copy-{kind}", FOLDER / "copy.tsv", positions=kind, steps=250 if SMALL else 1000, tokens=2048, longest=16
-    )
+    kind: learn(f"copy-{kind}", FOLDER / "copy.tsv", positions=kind, steps=STEPS, tokens=1024, longest=16)
     for kind in KINDS
 }
 print(copiers)
