@@ -12,7 +12,7 @@ pip := $(bin)/python -m pip --quiet --disable-pip-version-check install
 # Words that are not in the dictionary: nobody has told the model how they sound.
 WORDS ?= jaxification transformerish attentionless skorblaxian unlossy blickwick quantizable zumbaphone
 
-.PHONY: help demo test test-fast lint format types contracts check-accelerator clean
+.PHONY: help demo test test-fast lint format types contracts notebooks lab check-accelerator clean
 
 help:
 	@echo 'make demo                train on the CMU Pronouncing Dictionary, evaluate, pronounce new words (6 minutes)'
@@ -20,6 +20,8 @@ help:
 	@echo 'make test-fast           the tests that are not marked slow'
 	@echo 'make lint types contracts    ruff, mypy, and which file may import which'
 	@echo 'make format              ruff, changing the files'
+	@echo 'make notebooks           run the notebooks in their full settings, and write them with their outputs'
+	@echo 'make lab                 open them in JupyterLab'
 	@echo 'make check-accelerator   kernels, training, decoding and benchmarks on this GPU or TPU'
 	@echo 'make clean               remove .venv and caches; runs/ stays'
 
@@ -47,6 +49,14 @@ types: $(VENV)/has-dev
 
 contracts: $(VENV)/has-dev
 	$(bin)/lint-imports --no-cache
+
+# NOTEBOOKS='06_kv_cache 02_attention' for some of them
+NOTEBOOKS ?=
+notebooks: $(VENV)/has-notebooks
+	$(bin)/python notebooks/build.py $(NOTEBOOKS)
+
+lab: $(VENV)/has-notebooks
+	$(bin)/jupyter-lab notebooks
 
 # The extra of the machine's accelerator: EXTRA=cuda12 for an older driver, tpu on a TPU.
 EXTRA ?= $(shell if command -v nvidia-smi >/dev/null 2>&1; then echo cuda13; \

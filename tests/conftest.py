@@ -25,7 +25,17 @@ hypothesis.settings.register_profile("local", deadline=None, suppress_health_che
 hypothesis.settings.register_profile("ci", parent=hypothesis.settings.get_profile("local"), derandomize=True)
 hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "local")
 
-_LONGEST_FIRST = ("resume", "loop", "inference", "pipeline", "recipes", "option_pairs", "benchmarks", "transformer")
+_LONGEST_FIRST = (
+    "notebooks",
+    "resume",
+    "loop",
+    "inference",
+    "pipeline",
+    "recipes",
+    "option_pairs",
+    "benchmarks",
+    "transformer",
+)
 """Files of tests that take a minute and more. Each runs in one process, and the last may keep one alone."""
 
 
