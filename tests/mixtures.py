@@ -35,4 +35,6 @@ def each_positions() -> list[ModelConfig]:
 
 
 def name_of(config: ModelConfig) -> str:
+    if config.architecture == "recurrent":
+        return f"{config.cell}-{config.source_context}"
     return f"{config.architecture}-{config.positions}-{config.kv_heads}kv-{config.norm_position}"

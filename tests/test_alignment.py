@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from mixtures import each_positions, name_of
+from recurrent_kinds import ONE_LAYER
 from tiny_models import V, random_ids, random_params, tiny_config, tiny_model
 from tolerances import assert_close
 
@@ -29,7 +30,7 @@ CONFIGS = [
     tiny_config(positions="t5-bias", num_kv_heads=2),
     tiny_config(positions="rope", num_kv_heads=2, norm_position="post", architecture="decoder-only"),
 ]
-both_architectures = pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.architecture)
+every_architecture = pytest.mark.parametrize("config", [*CONFIGS, ONE_LAYER], ids=lambda config: config.architecture)
 
 
 pytestmark = pytest.mark.usefixtures("compile_fast")
@@ -112,12 +113,19 @@ def test_weights_and_values_make_what_each_attention_gives(config):
             assert_close(remade[:target_length], given, times=4)
 
 
-@both_architectures
+@every_architecture
 def test_rows_sum_to_one_and_padding_has_nothing(config):
     found = weights(config)
     real = np.arange(T)[None] < TARGET_LENGTHS[:, None]
-    ones = np.broadcast_to(real[None, :, None], found.self_attention.shape[:-1])
-    of_self, of_cross = found.self_attention.sum(-1), found.cross_attention.sum(-1)
+    of_cross = found.cross_attention.sum(-1)
+    ones = np.broadcast_to(real[None, :, None], of_cross.shape)
+    assert not found.cross_attention[:, 1, ..., 1:].any()
+    assert all(array.dtype == np.float32 for array in jax.tree.leaves(found))
+    if config.architecture == "recurrent":
+        assert_close(of_cross, ones)
+        assert found.self_attention is found.encoder is None
+        return
+    of_self = found.self_attention.sum(-1)
     if config.architecture == "decoder-only":
         assert_close(of_self + of_cross, ones)
     else:
@@ -126,12 +134,10 @@ def test_rows_sum_to_one_and_padding_has_nothing(config):
         real_source = np.arange(S)[None] < SOURCE_LENGTHS[:, None]
         assert_close(found.encoder.sum(-1), np.broadcast_to(real_source[None, :, None], found.encoder.shape[:-1]))
         assert not found.encoder[:, 1, :, :, 1:].any()
-    assert not found.cross_attention[:, 1, ..., 1:].any()
     assert not np.triu(found.self_attention, 1).any()
-    assert all(array.dtype == np.float32 for array in jax.tree.leaves(found))
 
 
-@both_architectures
+@every_architecture
 def test_what_has_no_weight_changes_nothing(config):
     found = weights(config)
     junk_source = np.where(np.arange(S) < SOURCE_LENGTHS[:, None], SOURCE, random_ids(B, S, seed=5))
@@ -140,7 +146,8 @@ def test_what_has_no_weight_changes_nothing(config):
     assert (junk_target != TARGET).any()
     other = weights(config, junk_source, np.pad(junk_target, ((0, 0), (0, 2))))
     assert_close(other.cross_attention[..., :T, :], found.cross_attention)
-    assert_close(other.self_attention[..., :T, :T], found.self_attention)
+    if config.architecture != "recurrent":
+        assert_close(other.self_attention[..., :T, :T], found.self_attention)
     alone = weights(config, SOURCE[2:, :3], TARGET[2:, :1], None, None)
     assert_close(alone.cross_attention[:, 0, :, 0], found.cross_attention[:, 2, :, 0, :3])
     changed = SOURCE.copy()
@@ -148,14 +155,17 @@ def test_what_has_no_weight_changes_nothing(config):
     assert np.abs(weights(config, changed).cross_attention - found.cross_attention)[:, 0].max() > 1e-3
 
 
-@both_architectures
+@every_architecture
 def test_a_row_knows_no_token_from_its_own_on(config):
     found = weights(config, target_lengths=None)
     for t in range(T):
         other = weights(config, target=np.where(np.arange(T) < t, TARGET, (TARGET + 1) % V), target_lengths=None)
-        assert_close(other.self_attention[..., : t + 1, :], found.self_attention[..., : t + 1, :])
+        if config.architecture != "recurrent":
+            assert_close(other.self_attention[..., : t + 1, :], found.self_attention[..., : t + 1, :])
         assert_close(other.cross_attention[..., : t + 1, :], found.cross_attention[..., : t + 1, :])
-        assert t + 1 == T or np.abs(other.cross_attention - found.cross_attention)[..., t + 1 :, :].max() > 1e-3
+        # additive attention looks before the step that reads token t, and so sees it one row later
+        first = t + 1 + (config.architecture == "recurrent")
+        assert first >= T or np.abs(other.cross_attention - found.cross_attention)[..., first:, :].max() > 1e-3
 
 
 @pytest.mark.parametrize("kernel", ["auto", "xla", "cudnn"])
@@ -227,12 +237,13 @@ ANSWERS = ["我 爱", "fox", "the  quick 😀", "", "\t", "Haus 猫 ok ok", "a b
 def text_model(architecture="encoder-decoder", max_batch=64):
     config = tiny_config(
         architecture=architecture,
-        source_vocab_size=CHAR.vocab_size if architecture == "encoder-decoder" else BPE.vocab_size,
+        encoder_layers=2 if architecture == "recurrent" else 1,
+        source_vocab_size=BPE.vocab_size if architecture == "decoder-only" else CHAR.vocab_size,
         target_vocab_size=BPE.vocab_size,
         max_source_length=60,
         max_target_length=30,
     )
-    source = CHAR if architecture == "encoder-decoder" else BPE
+    source = BPE if architecture == "decoder-only" else CHAR
     return TextModel(config, random_params(config), source, BPE, weights="float32", max_batch=max_batch)
 
 
@@ -242,7 +253,7 @@ def padded(source, target):
     return dict(**rows, source_lengths=[len(source)], target_lengths=[len(target)])
 
 
-architectures = pytest.mark.parametrize("architecture", ["encoder-decoder", "decoder-only"])
+architectures = pytest.mark.parametrize("architecture", ["encoder-decoder", "decoder-only", "recurrent"])
 
 
 @architectures

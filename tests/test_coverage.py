@@ -3,6 +3,7 @@
 import jax
 import numpy as np
 import pytest
+from recurrent_kinds import ONE_LAYER
 from tiny_models import random_ids, random_params, tiny_config, tiny_model
 from tolerances import assert_close
 
@@ -18,7 +19,7 @@ CONFIGS = [
     tiny_config(positions="t5-bias", num_kv_heads=2, shared_embeddings="none"),
     tiny_config(positions="rope", architecture="decoder-only", shared_embeddings="none"),
 ]
-both_architectures = pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.architecture)
+every_architecture = pytest.mark.parametrize("config", [*CONFIGS, ONE_LAYER], ids=lambda config: config.architecture)
 
 
 pytestmark = pytest.mark.usefixtures("compile_fast")
@@ -33,7 +34,7 @@ def run(config, search, max_tokens=3, **arguments):
 
 
 @pytest.mark.parametrize("groups", [1, 3])
-@both_architectures
+@every_architecture
 def test_scores_are_those_of_the_formula(config, groups):
     beta = np.array([0.2, 1.0, 0.0, 3.0], np.float32)
     search = BeamSearch(width=W, num_best=W, alpha=0.7, coverage=beta, groups=groups, diversity=2.0)
@@ -56,14 +57,14 @@ def test_scores_are_those_of_the_formula(config, groups):
     assert (best.scores[:, 1:] <= best.scores[:, :-1]).all()
 
 
-@both_architectures
+@every_architecture
 def test_a_weight_of_zero_is_no_penalty(config):
     with_zero, without = (run(config, BeamSearch(width=W, num_best=W, coverage=beta)) for beta in (0.0, None))
     np.testing.assert_array_equal(with_zero.tokens, without.tokens)
     assert_close(with_zero.scores, without.scores)
 
 
-@both_architectures
+@every_architecture
 def test_a_prompts_last_token_looks_for_the_first_new_one(config):
     """So what follows a prompt is covered by what it looked at, and not by what the prompt did."""
     prompt = random_ids(B, P, seed=3)

@@ -20,7 +20,7 @@ from ragged_requests import (
     B,
     P,
     S,
-    both_architectures,
+    every_architecture,
     prompt_of,
     run,
     seeded_params,
@@ -84,7 +84,7 @@ def assert_is(generation, tokens, scores, config):
 # What comes out
 
 
-@both_architectures
+@every_architecture
 def test_greedy_is_the_argmax_of_the_full_forward(config):
     generation = run(config)
     assert generation.tokens.shape == (B, MOST)
@@ -93,7 +93,7 @@ def test_greedy_is_the_argmax_of_the_full_forward(config):
     assert_is(generation, tokens, scores, config)
 
 
-@both_architectures
+@every_architecture
 def test_prompts_of_different_lengths_are_continued(config):
     prompt, limits = prompt_of(config), np.array([14, 14, 5, 13, 0, 1])
     generation = run(config, prompt=prompt, prompt_lengths=PROMPT_LENGTHS, max_tokens=limits)
@@ -107,7 +107,7 @@ def test_prompts_of_different_lengths_are_continued(config):
     assert_same_bits(again.tokens, generation.tokens)
 
 
-@both_architectures
+@every_architecture
 def test_each_row_has_its_own_limit(config):
     free = run(config)
     limits = np.array([0, 1, 2, 3, MOST, 0], np.int32)
@@ -121,7 +121,7 @@ def test_each_row_has_its_own_limit(config):
     assert limited.scores[[0, 5]].tolist() == [0, 0]
 
 
-@both_architectures
+@every_architecture
 def test_padding_may_be_the_end_token_itself(config):
     """As in vocabularies without a padding token: what is padded has not ended."""
     params, limits = seeded_params(config), np.array([0, 1, 2, 3, MOST, 0], np.int32)
@@ -132,7 +132,7 @@ def test_padding_may_be_the_end_token_itself(config):
     assert not limited.finished[[0, 5]].any()
 
 
-@both_architectures
+@every_architecture
 def test_scores_are_the_models_own_whatever_the_sampler(config):
     """Sampled at another temperature and cut; scored as the full forward scores what came."""
     generation = run(config, sampler=Sampling(temperature=2.0, top_k=8), key=jax.random.key(0))
@@ -148,7 +148,7 @@ def shaped_params(config, end_logit):
     return params
 
 
-@both_architectures
+@every_architecture
 def test_an_end_at_the_first_step_is_one_token(config):
     generation = run(config, shaped_params(config, 50.0))
     assert generation.tokens[:, 0].tolist() == [config.end_id] * B
@@ -161,7 +161,7 @@ def test_an_end_at_the_first_step_is_one_token(config):
     assert nothing.finished.tolist() == [False, True] * 3
 
 
-@both_architectures
+@every_architecture
 def test_draws_of_rows_and_steps_are_independent(config):
     """An even model over the ten tokens that do not end: frequencies by chi-square, and neighbours in time and in rows
     agree one time in ten, 5 sigma; a right loop fails once in 300,000 seeds, and the seed is fixed.
@@ -195,7 +195,7 @@ class CountingGreedy(Greedy):
         return super().pick(io_callback(note, logits, logits), keys)
 
 
-@both_architectures
+@every_architecture
 def test_the_loop_runs_until_all_rows_have_ended_and_no_longer(config):
     limits = np.array([2, MOST, 1, 4, 0, 3], np.int32)
     for max_tokens, seen in ((limits, None), (np.minimum(limits, 4), None), (0, 1), (1, 1)):
@@ -210,7 +210,7 @@ def test_the_loop_runs_until_all_rows_have_ended_and_no_longer(config):
 
 
 @pytest.mark.parametrize("sampler", [Greedy(), Sampling(temperature=0.8, top_k=7, top_p=0.95)], ids=["greedy", "draws"])
-@both_architectures
+@every_architecture
 def test_neighbours_padding_and_capacity_change_nothing(config, sampler):
     keys = jax.random.split(jax.random.key(3), B)
     together = run(config, sampler=sampler, key=keys)
@@ -232,7 +232,7 @@ def test_neighbours_padding_and_capacity_change_nothing(config, sampler):
         assert_close(generation.scores, together.scores[rows], times=10)
 
 
-@both_architectures
+@every_architecture
 def test_one_key_gives_each_row_its_own_by_its_index(config):
     one = run(config, sampler=Sampling(), key=jax.random.key(3))
     folded = jnp.stack([jax.random.fold_in(jax.random.key(3), row) for row in range(B)])
@@ -270,7 +270,7 @@ def test_bfloat16_generates_what_it_scores():
 # Compilation and capacity
 
 
-@both_architectures
+@every_architecture
 def test_what_a_service_varies_compiles_nothing(config):
     params = seeded_params(config)
     prompt, keys = prompt_of(config)[:, :1], jax.random.split(jax.random.key(9), B)
@@ -316,7 +316,7 @@ def test_capacity_grows_in_powers_of_two_up_to_what_the_model_accepts():
     assert [capacity(n, 9, 10) for n in (0, 2)] == [10, 10]
 
 
-@both_architectures
+@every_architecture
 def test_it_works_inside_a_callers_jit(config):
     outside = run(config, max_tokens=5)
 
@@ -341,7 +341,7 @@ def test_it_works_inside_a_callers_jit(config):
     assert compilations.count == 0, compilations.names
 
 
-@both_architectures
+@every_architecture
 def test_the_loop_holds_one_cache(config, compile_fully):
     """Each step writes into the cache that the loop carries; a copy would double the memory and cost its bandwidth."""
     config = config.replace(max_target_length=4096, head_dim=32)  # or scores and biases would weigh as much

@@ -13,7 +13,7 @@ from ragged_requests import (
     SOURCE,
     SOURCE_LENGTHS,
     B,
-    both_architectures,
+    every_architecture,
     prompt_of,
     run,
     seeded_params,
@@ -27,7 +27,7 @@ from tfm.decoding.sampling import Greedy, Sampling
 pytestmark = pytest.mark.usefixtures("compile_fast")
 
 
-@both_architectures
+@every_architecture
 def test_what_cannot_be_is_refused(config):
     refuse = functools.partial(run, config, seeded_params(config))
     with pytest.raises(ValueError, match="expected a key for a sampler that draws"):

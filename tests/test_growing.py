@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from one_layer import both_architectures
+from one_layer import both_architectures, every_architecture
 from tiny_models import random_ids, random_params, tiny_model
 from tolerances import assert_same_bits, assert_same_but_for_rounding
 
@@ -66,7 +66,7 @@ def run(config, way, prompted):
 
 
 @pytest.mark.parametrize("way", WAYS)
-@both_architectures
+@every_architecture
 def test_growing_changes_nothing(config, way, monkeypatch):
     prompted = way != "samples"
     whole = run(config, WAYS[way], prompted)

@@ -9,18 +9,21 @@ import numpy as np
 import pytest
 from compile_counter import count_compilations
 from mixtures import mixtures, name_of
+from recurrent_kinds import EVERY
 from tiny_models import random_ids, random_params, tiny_model
 from tiny_requests import (
     BOTH,
     CAPACITY,
     FURTHER_TOKENS,
     PROMPT_LENGTHS,
+    RECURRENT,
     SOURCE,
     SOURCE_LENGTHS,
     TARGET,
     S,
     T,
     both_architectures,
+    every_architecture,
     prefilled,
     prompts_with_junk,
 )
@@ -81,7 +84,7 @@ def assert_agrees(stepwise, full, dtype="float32", times=1.0):
 # Contract: cached equals uncached
 
 
-@pytest.mark.parametrize("config", mixtures(), ids=name_of)
+@pytest.mark.parametrize("config", mixtures() + EVERY, ids=name_of)
 def test_prefill_and_steps_give_the_logits_of_the_full_forward(config):
     full = full_logits(config)
     first, cache = prefilled(config)
@@ -111,12 +114,26 @@ def tampered(cache, kind):
     return cache.replace(layers=swapped)
 
 
+def tampered_recurrent(cache, kind):
+    if kind == "padding of the source visible":
+        return cache.replace(source_lengths=jnp.full_like(cache.source_lengths, S))
+    if kind == "neighbours mixed up":
+        return cache.replace(carries=jax.tree.map(lambda x: jnp.roll(x, 1, axis=0), cache.carries))
+    if kind == "layers mixed up":
+        return cache.replace(carries=cache.carries[::-1])
+    assert kind == "what was fed back forgotten"
+    return cache.replace(attentional=jnp.zeros_like(cache.attentional))
+
+
 FAULTS = ["all rows at the place of the longest", "one position too far", "neighbours mixed up", "layers mixed up"]
 
 
 @pytest.mark.parametrize(
     ("config", "kind"),
-    [(config, kind) for config in BOTH for kind in FAULTS] + [(BOTH[0], "padding of the source visible")],
+    [(config, kind) for config in BOTH for kind in FAULTS]
+    + [(BOTH[0], "padding of the source visible")]
+    + [(config, kind) for config in RECURRENT for kind in ["padding of the source visible", *FAULTS[2:]]]
+    + [(RECURRENT[1], "what was fed back forgotten")],
 )
 def test_a_wrong_cache_is_noticed(config, kind):
     """The control: each fault that a cache may have makes the comparison above fail."""
@@ -125,16 +142,20 @@ def test_a_wrong_cache_is_noticed(config, kind):
     stepwise[np.arange(T), PROMPT_LENGTHS - 1] = first[:, 0]
     columns = np.minimum(PROMPT_LENGTHS, T - 1)
     rows = np.arange(T - 1)  # the last row's target has run out
+    tamper = tampered_recurrent if config.architecture == "recurrent" else tampered
     logits, _ = decode_step(
-        tiny_model(config), random_params(config), TARGET[np.arange(T), columns][:, None], tampered(cache, kind)
+        tiny_model(config), random_params(config), TARGET[np.arange(T), columns][:, None], tamper(cache, kind)
     )
     stepwise[rows, columns[:-1]] = logits[:-1, 0]
     with pytest.raises(AssertionError, match="Not equal to tolerance"):
         assert_agrees(stepwise, full_logits(config), times=100)
 
 
-@pytest.mark.parametrize("stream", ["float32", "bfloat16"])
-@both_architectures
+@pytest.mark.parametrize(
+    ("config", "stream"),
+    [*itertools.product(BOTH, ["float32", "bfloat16"]), (RECURRENT[1], "bfloat16")],
+    ids=lambda each: each if isinstance(each, str) else name_of(each),
+)
 def test_in_bfloat16_they_agree_too(config, stream, monkeypatch):
     """With a stream in float32, as on a CPU, and in bfloat16, as on an accelerator."""
     monkeypatch.setattr(layers, "stream_dtype", lambda dtype: stream)
@@ -142,7 +163,10 @@ def test_in_bfloat16_they_agree_too(config, stream, monkeypatch):
     full = full_logits(config, "bfloat16")
     assert full.dtype == np.float32
     first, cache = prefilled(config, "bfloat16")
-    assert cache.layers[0].self_attention.keys.dtype == stream
+    if config.architecture == "recurrent":
+        assert {leaf.dtype for leaf in jax.tree.leaves(cache.carries)} == {np.dtype(np.float32)}
+    else:
+        assert cache.layers[0].self_attention.keys.dtype == stream
     # logits are near 3 and have been through two layers
     assert_agrees(stepwise_logits(config, first, cache, [1, 3, 1], "bfloat16"), full, dtype="bfloat16", times=2)
     # and bfloat16 is near float32
@@ -153,7 +177,7 @@ def test_in_bfloat16_they_agree_too(config, stream, monkeypatch):
 cache_dtypes = pytest.mark.parametrize("cache_dtype", ["bfloat16", "int8"])
 
 
-@both_architectures
+@every_architecture
 @cache_dtypes
 def test_with_a_cache_in_fewer_bits_they_agree_too(config, cache_dtype):
     full = full_logits(config)
@@ -186,7 +210,7 @@ def test_empty_places_behind_and_neighbours_change_nothing_in_fewer_bits(config,
     assert_close(decode_step(model, params, following[2:3], one)[0], step[2:3])
 
 
-@both_architectures
+@every_architecture
 def test_a_row_alone_and_in_wider_padding_gives_what_it_gives_in_a_batch(config):
     model, params = tiny_model(config), random_params(config)
     first, cache = prefilled(config)
@@ -226,7 +250,7 @@ def test_a_decoder_only_model_needs_no_source_and_an_encoder_does():
         prefill(tiny_model(BOTH[0]), random_params(BOTH[0]), empty, capacity=CAPACITY)
 
 
-@both_architectures
+@every_architecture
 def test_lengths_and_prompt_left_out_mean_all_real_and_the_start_token(config):
     model, params = tiny_model(config), random_params(config)
     start = np.full((T, 1), config.start_id, np.int32)
@@ -260,7 +284,7 @@ def bits(tree):
     return [np.array(leaf, copy=True) for leaf in jax.tree.leaves(tree)]
 
 
-@both_architectures
+@every_architecture
 def test_a_cache_is_unchanged_and_continuations_branch_from_it(config):
     model, params = tiny_model(config), random_params(config)
     _, cache = prefilled(config)
@@ -277,14 +301,15 @@ def test_a_cache_is_unchanged_and_continuations_branch_from_it(config):
     assert np.isfinite(decode_step(model, params, FURTHER_TOKENS[:, :1], other_cache)[0]).all()
 
 
-@both_architectures
+@every_architecture
 def test_a_donated_cache_is_deleted_and_gives_the_same(config):
     model, params = tiny_model(config), random_params(config)
     lengths, prompt_lengths = jnp.array(SOURCE_LENGTHS), jnp.array(PROMPT_LENGTHS)
     _, cache = prefill(model, params, SOURCE, lengths, TARGET, prompt_lengths, capacity=CAPACITY)
     kept, kept_cache = decode_step(model, params, FURTHER_TOKENS[:, :1], cache)
     given, given_cache = decode_step(model, params, FURTHER_TOKENS[:, :1], cache, donate_cache=True)
-    assert all(leaf.is_deleted() for leaf in jax.tree.leaves([layer.self_attention for layer in cache.layers]))
+    own = cache.carries if config.architecture == "recurrent" else [layer.self_attention for layer in cache.layers]
+    assert all(leaf.is_deleted() for leaf in jax.tree.leaves(own))
     assert_same_bits(given, kept)
     for one, other in zip(*map(jax.tree.leaves, (given_cache, kept_cache)), strict=True):
         assert_same_bits(one, other)
@@ -322,7 +347,7 @@ def test_a_loop_of_steps_makes_no_floats_of_an_int8_cache(compile_fully):
     assert compiled.memory_analysis().temp_size_in_bytes < cache_bytes(config, **sizes) / 4
 
 
-@both_architectures
+@every_architecture
 @pytest.mark.parametrize("cache_dtype", ["float32", "bfloat16", "int8"])
 def test_prefill_makes_as_many_bytes_as_were_said_in_every_kind_of_cache(config, cache_dtype):
     model = tiny_model(config, cache=cache_dtype)
@@ -332,19 +357,21 @@ def test_prefill_makes_as_many_bytes_as_were_said_in_every_kind_of_cache(config,
     )
 
 
-@both_architectures
+@every_architecture
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_prefill_makes_as_many_bytes_as_were_said(config, dtype):
     model = tiny_model(config, dtype)
     cache = jax.eval_shape(lambda params: prefill(model, params, SOURCE, capacity=CAPACITY)[1], random_params(config))
     # a decoder-only model's source lies in the same cache as its target
-    assert cache.capacity == CAPACITY + (S if config.architecture == "decoder-only" else 0)
-    assert cache_bytes(config, batch=T, source_length=S, capacity=CAPACITY, dtype=layers.stream_dtype(dtype)) == sum(
+    is_recurrent = config.architecture == "recurrent"
+    assert is_recurrent or cache.capacity == CAPACITY + (S if config.architecture == "decoder-only" else 0)
+    stored_as = "float32" if is_recurrent else layers.stream_dtype(dtype)
+    assert cache_bytes(config, batch=T, source_length=S, capacity=CAPACITY, dtype=stored_as) == sum(
         leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(cache)
     )
 
 
-@both_architectures
+@every_architecture
 def test_an_empty_cache_can_be_decoded_from(config):
     """Without a source; for a decoder-only model that is the full forward of the target alone."""
     model, params = tiny_model(config), random_params(config)
@@ -358,7 +385,7 @@ def test_an_empty_cache_can_be_decoded_from(config):
 # Compilation
 
 
-@both_architectures
+@every_architecture
 def test_both_work_inside_a_callers_jit(config):
     model, params = tiny_model(config), random_params(config)
 
@@ -373,7 +400,7 @@ def test_both_work_inside_a_callers_jit(config):
     assert_close(inside, second)
 
 
-@both_architectures
+@every_architecture
 def test_lengths_contents_and_parameters_compile_nothing_again(config):
     model, params = tiny_model(config), random_params(config)
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from compile_counter import count_compilations
 from jax.extend.core import ClosedJaxpr, Jaxpr
-from one_layer import CONFIGS, both_architectures
+from one_layer import CONFIGS, every_architecture
 from tiny_models import V, random_ids, random_params, tiny_model
 from tolerances import assert_close, assert_same_bits
 
@@ -37,7 +37,7 @@ def run(config, *, source=SOURCE, source_lengths=SOURCE_LENGTHS, params=None, **
     return jax.tree.map(np.asarray, best)
 
 
-@both_architectures
+@every_architecture
 def test_a_beam_of_one_is_greedy(config):
     best = run(config, search=BeamSearch(width=1, alpha=0.0, stop="first-finished"))
     greedy = generate(
@@ -56,7 +56,7 @@ def full_forward(config):
 
 
 @pytest.mark.parametrize("prompted", [False, True])
-@both_architectures
+@every_architecture
 def test_hypotheses_have_the_log_probabilities_of_one_forced_pass(config, prompted):
     """So every hypothesis has read its own past, whatever changed places on the way, and its own source."""
     prompt, lengths = np.full((B, 1), config.start_id), np.ones(B, np.int32)
@@ -80,7 +80,7 @@ def test_hypotheses_have_the_log_probabilities_of_one_forced_pass(config, prompt
             assert_close(best.log_probs[row, i], expected.sum(), times=10)
 
 
-@both_architectures
+@every_architecture
 @pytest.mark.parametrize("cache", ["bfloat16", "int8"])
 def test_hypotheses_from_a_cache_in_fewer_bits_have_about_the_scores_of_one_forced_pass(config, cache):
     model, params = tiny_model(config, cache=cache), random_params(config)
@@ -96,7 +96,7 @@ def test_hypotheses_from_a_cache_in_fewer_bits_have_about_the_scores_of_one_forc
         assert_close(best.token_log_probs[:, i], scored.token_log_probs, dtype=cache, times=3)
 
 
-@both_architectures
+@every_architecture
 def test_neighbours_padding_and_capacity_change_nothing(config):
     together = run(config)
     order = np.array([3, 1, 0, 2])
@@ -133,7 +133,7 @@ def test_beams_read_one_copy_of_the_sources_keys_and_values():
     assert max(sizes.values()) < B * W * config.kv_heads * 37 * 6
 
 
-@both_architectures
+@every_architecture
 def test_a_widened_cache_decodes_like_one_row_a_hypothesis(config):
     model, params = tiny_model(config), random_params(config)
     _, narrow = prefill(model, params, SOURCE, SOURCE_LENGTHS, capacity=CAPACITY)
@@ -148,7 +148,7 @@ def test_a_widened_cache_decodes_like_one_row_a_hypothesis(config):
         wide, tiled = reorder(wide, jnp.array(parents)), jax.tree.map(lambda x: x[parents], tiled)
 
 
-@both_architectures
+@every_architecture
 def test_what_a_service_varies_compiles_nothing(config):
     run(config)
     changes = [
@@ -166,7 +166,7 @@ def test_what_a_service_varies_compiles_nothing(config):
             assert compilations.count == 0, (change, compilations.names)
 
 
-@both_architectures
+@every_architecture
 def test_it_works_inside_a_callers_jit(config):
     @jax.jit
     def inside(params, source, lengths, max_tokens, alpha):

@@ -7,7 +7,7 @@ import jax
 import numpy as np
 import pytest
 from compile_counter import count_compilations
-from one_layer import CONFIGS, both_architectures
+from one_layer import CONFIGS, every_architecture
 from scipy import stats
 from tiny_models import random_ids, random_params, tiny_model
 from tolerances import assert_close, assert_same_bits
@@ -35,7 +35,7 @@ def run(config, search, *, source=SOURCE, source_lengths=SOURCE_LENGTHS, key=Non
     return jax.tree.map(np.asarray, made)
 
 
-@both_architectures
+@every_architecture
 def test_samples_have_their_own_scores_and_are_in_order(config):
     made = run(config, Samples(R, Sampling(temperature=1.5)))
     assert made.tokens.shape[:2] == (B, R)
@@ -51,7 +51,7 @@ def test_samples_have_their_own_scores_and_are_in_order(config):
         assert_close(made.log_probs[:, i], scores.log_probs, times=10)
 
 
-@both_architectures
+@every_architecture
 def test_a_rows_samples_follow_from_its_own_key(config):
     keys = jax.random.split(jax.random.key(2, impl="threefry2x32"), B)
     together = run(config, Samples(R), key=keys)
@@ -75,7 +75,7 @@ def test_samples_come_as_often_as_they_are_likely():
     assert stats.chisquare(observed, np.array(expected) / sum(expected) * sum(observed)).pvalue > 1e-6
 
 
-@both_architectures
+@every_architecture
 def test_what_varies_compiles_nothing(config):
     run(config, Samples(R))
     with count_compilations() as compilations:

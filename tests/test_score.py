@@ -3,6 +3,7 @@ import inspect
 import jax
 import numpy as np
 import pytest
+from recurrent_kinds import ONE_LAYER
 from tiny_models import V, random_ids, random_params, tiny_config, tiny_model
 from tolerances import assert_close
 
@@ -20,7 +21,7 @@ CONFIGS = [
     tiny_config(positions="learned", decoder_layers=1),
     tiny_config(positions="rope", architecture="decoder-only", decoder_layers=1),
 ]
-both_architectures = pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.architecture)
+every_architecture = pytest.mark.parametrize("config", [*CONFIGS, ONE_LAYER], ids=lambda config: config.architecture)
 
 
 pytestmark = pytest.mark.usefixtures("compile_fast")
@@ -31,7 +32,7 @@ def run(config, source=SOURCE, target=TARGET, source_lengths=SOURCE_LENGTHS, tar
     return jax.tree.map(np.asarray, score(tiny_model(config), random_params(config), source, target, **lengths))
 
 
-@both_architectures
+@every_architecture
 def test_probabilities_of_all_targets_of_a_length_sum_to_one(config):
     pairs = np.array([[first, second] for first in range(V) for second in range(V)])
     sources = np.repeat(SOURCE[:1], len(pairs), axis=0)
@@ -41,7 +42,7 @@ def test_probabilities_of_all_targets_of_a_length_sum_to_one(config):
     assert_close(scores.log_probs, scores.token_log_probs.sum(axis=1))
 
 
-@both_architectures
+@every_architecture
 def test_scores_are_the_losses_of_training(config):
     config = config.replace(dropout_rate=0.0)
     ended = [[*row[:length], config.end_id] for row, length in zip(TARGET.tolist(), TARGET_LENGTHS, strict=True)]
@@ -54,7 +55,7 @@ def test_scores_are_the_losses_of_training(config):
     assert_close(-scores.log_probs.sum(), sums.nll_sum, times=4)
 
 
-@both_architectures
+@every_architecture
 def test_what_is_generated_has_the_score_that_it_came_with(config):
     model, params, inputs = tiny_model(config), random_params(config), dict(source_lengths=SOURCE_LENGTHS)
     greedy = generate(model, params, SOURCE, max_tokens=6, **inputs)
@@ -67,7 +68,7 @@ def test_what_is_generated_has_the_score_that_it_came_with(config):
         assert_close(again.token_log_probs, best.token_log_probs[:, i, :6], times=4)
 
 
-@both_architectures
+@every_architecture
 def test_padding_and_neighbours_do_not_matter(config):
     together = run(config)
     junk = np.where(np.arange(T) < TARGET_LENGTHS[:, None], TARGET, random_ids(B, T, seed=5))

@@ -7,7 +7,7 @@ import jax
 import numpy as np
 import pytest
 from compile_counter import count_compilations
-from one_layer import CONFIGS, both_architectures
+from one_layer import CONFIGS, every_architecture
 from tiny_models import random_ids, random_params, tiny_model
 from tolerances import assert_same_bits, assert_same_but_for_rounding
 
@@ -34,7 +34,7 @@ pytestmark = pytest.mark.usefixtures("compile_fast")
 
 
 @pytest.mark.parametrize("sampler", [Greedy(), Sampling(temperature=0.9)], ids=["greedy", "sampling"])
-@both_architectures
+@every_architecture
 def test_states_lead_token_by_token_to_what_is_generated(config, sampler):
     model, params = tiny_model(config), random_params(config)
     arguments = dict(

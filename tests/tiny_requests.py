@@ -1,8 +1,9 @@
-"""One batch of requests, with prompts of every length, and two models that answer it."""
+"""One batch of requests, with prompts of every length, and the models that answer it."""
 
 import numpy as np
 import pytest
 from mixtures import name_of
+from recurrent_kinds import ADDITIVE, FED
 from tiny_models import random_ids, random_params, tiny_config, tiny_model
 
 from tfm.decoding.inference import prefill
@@ -22,6 +23,8 @@ BOTH = [
     tiny_config(architecture="decoder-only", positions="rope", num_kv_heads=2),
 ]
 both_architectures = pytest.mark.parametrize("config", BOTH, ids=name_of)
+RECURRENT = [ADDITIVE, FED]
+every_architecture = pytest.mark.parametrize("config", [*BOTH, FED], ids=name_of)
 
 
 def prompts_with_junk(seed=None):

@@ -133,8 +133,8 @@ class DecoderState:
 class DecoderStep(nn.Module):
     """One token of every hypothesis: what comes from the source joins its embedding, and the cells follow each other.
 
-    Bahdanau et al. 2014 look at the source before the step, with the last layer's state, and the first cell reads what
-    they find. Luong et al. 2015 look after it, with the state that the step came to, and what they predict from is the
+    Bahdanau et al. 2014 look at the source before the step, with the last layer's state, which does not know the token
+    that the step reads, and the first cell reads what they find. Luong et al. 2015 look after it, with the state that the step came to, and what they predict from is the
     attentional vector h̃ = tanh(W_c [c; h]) (equation 5), which with input feeding the next step's first cell reads.
     """
 
@@ -237,6 +237,16 @@ class RecurrentDecoder(nn.Module):
         return self.dropout(x), weights, state
 
 
+class OutputBias(nn.Module):
+    """b_y, where the matrix before it is that of an embedding."""
+
+    features: int
+
+    @nn.compact
+    def __call__(self, x: Float[Array, "B T V"]) -> Float[Array, "B T V"]:
+        return x + self.param("bias", nn.initializers.zeros, (self.features,), jnp.float32)[None, None]
+
+
 class Recurrent(nn.Module):
     """An encoder-decoder of recurrent cells, with or without attention: see `ModelConfig.source_context`."""
 
@@ -252,7 +262,7 @@ class Recurrent(nn.Module):
         if config.shared_embeddings == "none":
             self.output = layers.Linear(config.target_vocab_size, dtype=self.dtype)
         else:
-            self.output_bias = self.param("output_bias", nn.initializers.zeros, (config.target_vocab_size,))
+            self.output_bias = OutputBias(config.target_vocab_size)
         self.encoder = RecurrentEncoder(config, self.dtype)
         self.decoder = RecurrentDecoder(config, self.dtype)
 
@@ -266,7 +276,7 @@ class Recurrent(nn.Module):
             x *= 1 / math.sqrt(self.config.model_dim)
         if self.config.shared_embeddings == "none":
             return self.output(x)
-        return self.target_embedding.logits(x) + self.output_bias[None, None]
+        return self.output_bias(self.target_embedding.logits(x))
 
     def encode(self, source: Int[Array, "B S"], source_lengths: Int[Array, "B"]) -> tuple[Source, DecoderState]:
         """What the decoder will have of the source, and the state that it starts from."""
