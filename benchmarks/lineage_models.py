@@ -21,7 +21,8 @@ GENERATIONS: dict[str, dict[str, Any]] = {
     "decoder-only": dict(_TODAY, positions="rope", num_kv_heads=2, architecture="decoder-only", decoder_layers=6),
 }
 """From the fixed vector (`rnn`, `lstm` of Sutskever et al. 2014, `gru` of Cho et al. 2014) and attention (Bahdanau et
-al. 2014, Luong et al. 2015) to the Transformer of 2017, RoFormer (Su et al. 2021), and what models are made of today."""
+al. 2014, Luong et al. 2015) to the Transformer of 2017, RoFormer (Su et al. 2021) and today's parts: RMSNorm (Zhang and
+Sennrich 2019), gated feed-forward (Shazeer 2020), grouped queries (Ainslie et al. 2023)."""
 
 FIXED_VECTOR = ("rnn", "lstm", "gru")
 RECURRENT_WITH_ATTENTION = ("bahdanau", "luong")
@@ -37,7 +38,7 @@ def of_budget(settings: dict[str, Any], budget: int, *, vocab_size: int, max_len
     """The model with these settings whose number of parameters comes nearest to the budget; its width decides.
 
     Args:
-        settings: of `GENERATIONS` or `POSITIONS`.
+        settings: of `GENERATIONS` or `POSITIONS`; with a `model_dim` of its own that stays.
         budget: parameters, embeddings included.
         vocab_size: of source and target.
         max_length: the most tokens of a source, and of a target.
@@ -61,6 +62,8 @@ def of_budget(settings: dict[str, Any], budget: int, *, vocab_size: int, max_len
     def parameters(dim: int) -> int:
         return count_params(param_shapes(with_width(dim)))
 
+    if "model_dim" in settings:
+        return with_width(settings["model_dim"])
     dim = 8  # four heads of an even size
     while parameters(dim + 8) <= budget:
         dim += 8

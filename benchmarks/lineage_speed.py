@@ -54,9 +54,7 @@ def decoding_costs(name: str, config: ModelConfig, *, length: int, repeats: int)
     `cache_bytes` are those of the arrays; `formula_bytes` what `tfm.nn.cache.cache_bytes` says before there are any.
     """
     config = config.replace(max_source_length=2 * length, max_target_length=2 * length, end_id=cases.END_ID)
-    speed = measure_decoding(
-        config, rows=8, source_tokens=length, new_tokens=length, dtype="float32", repeats=repeats
-    )
+    speed = measure_decoding(config, rows=8, source_tokens=length, new_tokens=length, dtype="float32", repeats=repeats)
     cache = jax.eval_shape(lambda: init_cache(config, batch=8, source_length=length, capacity=length))
     return {
         "record": "decoding",

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.lineage_models import of_budget
-from benchmarks.lineage_tasks import TASKS, source_length
+from benchmarks.lineage_tasks import source_length
 from tfm.pipeline import TextModel, load
 from tfm.text_metrics import score_texts
 from train.config import (
