@@ -33,8 +33,8 @@ class ModelConfig:
 
     architecture: Architecture = "encoder-decoder"
     """`encoder-decoder` and `decoder-only` are Transformers, of which the second reads source and target as one
-    sequence, or, with `max_source_length` 0, texts to be continued; `recurrent` is an encoder-decoder of recurrent cells
-    (`tfm.nn.recurrent`)."""
+    sequence, or, with `max_source_length` 0, texts to be continued; `recurrent` is an encoder-decoder of recurrent
+    cells (`tfm.nn.recurrent`)."""
     source_vocab_size: int = 32_000
     """Rows of the source embedding [V]. A decoder-only model reads source and target with the target embedding."""
     target_vocab_size: int = 32_000

@@ -62,7 +62,9 @@ def search_tree(
     config, tokenizer = model.config, model.target_tokenizer
     if not isinstance(search, BeamSearch) or search.coverage is not None:
         raise ValueError(f"expected BeamSearch(…) without coverage, got {search!r}")
-    search.check(1, config.target_vocab_size)
+    if config.is_language_model:
+        raise ValueError("expected a model that answers texts, got a language model, which continues them")
+    search.check(1, config)
     source = jnp.array([[*model.source_tokenizer.encode(text), model.source_tokenizer.end_id]], jnp.int32)
     limit = min(2 * source.shape[1] + 32, config.max_target_length) if max_tokens is None else whole_number(max_tokens)
     if limit is None or limit < 1:
@@ -88,7 +90,7 @@ def search_tree(
 
 
 def _watched_search(
-    model: TextModel, logits: Array, cache: caches.Cache, search: BeamSearch, limit: int
+    model: TextModel, logits: Array, cache: caches.AnyCache, search: BeamSearch, limit: int
 ) -> tuple[NBest, dict[tuple[int, ...], float]]:
     """What the search found, and the log P of each prefix that it went on with."""
     width = search.width
@@ -98,7 +100,7 @@ def _watched_search(
     prefixes: list[tuple[tuple[int, ...], float]] = [((), 0.0)] * width
     next_log_probs = np.repeat(np.asarray(jax.nn.log_softmax(logits)), width, axis=0)
 
-    def step(tokens: Array, cache: caches.Cache) -> tuple[Array, caches.Cache]:
+    def step(tokens: Array, cache: caches.AnyCache) -> tuple[Array, caches.AnyCache]:
         nonlocal prefixes, next_log_probs
         chosen = zip(tokens[:, 0].tolist(), prefixes, next_log_probs, strict=True)
         prefixes = [((*prefix, token), log_prob + float(each[token])) for token, (prefix, log_prob), each in chosen]
@@ -108,7 +110,7 @@ def _watched_search(
         next_log_probs = np.asarray(jax.nn.log_softmax(logits[:, -1]))
         return logits[:, -1], cache
 
-    def reorder(cache: caches.Cache, parents: Array) -> caches.Cache:
+    def reorder(cache: caches.AnyCache, parents: Array) -> caches.AnyCache:
         nonlocal prefixes, next_log_probs
         places = np.asarray(parents)
         prefixes, next_log_probs = [prefixes[place] for place in places], next_log_probs[places]

@@ -11,8 +11,8 @@ import numpy as np
 from tfm.config import ModelConfig
 from tfm.decoding.inference import prefill
 from tfm.nn.cache import CacheDtype, cache_bytes
+from tfm.nn.models import build_model
 from tfm.nn.params import param_shapes
-from tfm.nn.transformer import build_model
 from tfm.plot.figures import Axes, Figure, figure_and_axes
 
 
