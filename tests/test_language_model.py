@@ -318,7 +318,8 @@ def trained(tmp_path_factory):
         "data.train": folder / "book.txt", "data.validation": folder / "other.txt", "data.test": folder / "other.txt",
         "data.max_target_tokens": 96, "tokenizer.source_kind": "word", "model.model_dim": 48, "model.num_heads": 2,
         "model.feed_forward_dim": 96, "model.decoder_layers": 2, "model.dropout_rate": 0, "batch.tokens": 96,
-        "optimizer.warmup_steps": 10, "validation.every_steps": 150, "checkpoint.every_steps": 150, "steps": 150,
+        "dtype": "float32", "optimizer.warmup_steps": 10, "validation.every_steps": 150, "checkpoint.every_steps": 150,
+        "steps": 150,
     }  # fmt: skip
     from tiny_models import compiled_fast
 
@@ -362,7 +363,7 @@ def test_lines_are_scored_as_texts(trained, capsys, monkeypatch):
     run = str(trained / "run" / "last")
     lines = rhyme(1).splitlines()
     found = [float(score) for score in answers(capsys, ["score", run, "--split", "test"])]
-    model = tfm.load(run)
+    model = tfm.load(run, weights="float32")
     expected = [one.score for one in model.score([""] * len(lines), lines)]
     assert found == pytest.approx(expected, abs=1e-2)
     assert answers(capsys, ["score", run, "--split", str(trained / "other.txt")]) == [f"{score:.4f}" for score in found]

@@ -101,8 +101,8 @@ def evaluate_arguments(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("run", type=Path, metavar="RUN", help="a run's folder (its best model is taken) or a model's")
     parser.add_argument(
         "--split", nargs="+", default=["test"], metavar="SPLIT",
-        help="test (the default) or validation, as the run has them, or files: two line-aligned ones, a TSV or a "
-        "JSONL; for a language model plain text",
+        help="test (the default) or validation, as the run has them, or files: two line-aligned ones, a TSV, a JSONL, "
+        "or plain text for a language model",
     )  # fmt: skip
     parser.add_argument(
         "--metrics", nargs="+", metavar="METRIC",
