@@ -67,13 +67,13 @@ SMALL = os.environ.get("TFM_NOTEBOOK") == "small"  # as continuous integration r
 
 # %%
 recipe = load_recipe("g2p-demo")
-settings = (
-    "--steps 100 --model.preset tiny --batch.tokens 1024 --batch.max_shapes 1 --optimizer.warmup_steps 20 "
-    "--optimizer.learning_rate 3e-3"
-    if SMALL
-    else "--steps 400 --model.encoder_layers 4 --model.decoder_layers 4 "
-    "--batch.max_shapes 1 --optimizer.warmup_steps 40"
-)
+settings = "--steps 400 --model.encoder_layers 4 --model.decoder_layers 4 --optimizer.warmup_steps 40"
+if SMALL:
+    settings = (
+        "--steps 120 --model.preset tiny --model.encoder_layers 3 --model.decoder_layers 3 --batch.tokens 1024 "
+        "--optimizer.warmup_steps 20 --optimizer.learning_rate 3e-3"
+    )
+settings += " --batch.max_shapes 1"
 prepared = prepare(apply_overrides(recipe, settings.split()))
 config = prepared.config.model
 batch = jax.tree.map(lambda rows: jnp.asarray(rows[:3]), prepared.train[0])
