@@ -118,7 +118,7 @@ print(inspect.getsource(sampling.Sampling.pick))
 # X)$, within what chance allows (four standard deviations of a share of so many draws).
 
 # %%
-SHORT, DRAWS = "mat", 256 if SMALL else 2048
+SHORT, DRAWS = "mat", 128 if SMALL else 512
 (drawn,) = model.generate_n_best([SHORT], sampler=Samples(num_samples=DRAWS), seed=1)
 counts = collections.Counter(tuple(one.tokens) for one in drawn)
 said = {tuple(one.tokens): np.exp(one.score) for one in drawn}
