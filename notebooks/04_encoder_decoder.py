@@ -349,19 +349,18 @@ ax.legend()
 display(figure)
 
 # %% [markdown]
-# **Claim.** Without residual connections it learns least of all, and without feed-forward layers less than as it is.
+# **Claim.** Without residual connections it learns far less, and without feed-forward layers less than as it is.
 
 # %%
 held_out = {name: loss for name, (loss, *_) in results.items()}
 print({name: f"{loss - held_out['as it is']:+.3f} nats" for name, loss in held_out.items()})
-assert held_out["without residual"] == max(held_out.values())
 assert held_out["without residual"] > held_out["as it is"] + 0.3
 assert held_out["without feed-forward"] > held_out["as it is"]
 
 # %% [markdown]
-# And without norms? In stacks as shallow as these it may learn as well, or for a while better: in trials of two layers
-# and 100 steps it was ahead by 0.45 nats, of three layers and 120 steps behind by 0.29. What hides the difference is
-# that gradients are clipped here, to a norm of `clip_norm`.
+# And without norms? That depended on the depth: in trials with $D = 64$, stacks of two layers were ahead without them
+# by 0.45 nats after 100 steps, and stacks of three behind by 0.29 and 1.20 (of two widths $F$) after 120. Gradients are
+# clipped here, to a norm of `clip_norm`, which hides a part of the difference.
 #
 # **Claim.** What norms do is hold sizes steady: without them the gradient begins many times as large.
 
