@@ -67,13 +67,13 @@ SMALL = os.environ.get("TFM_NOTEBOOK") == "small"  # as continuous integration r
 
 # %%
 recipe = load_recipe("g2p-demo")
-settings = (
-    "--steps 100 --model.preset tiny --batch.tokens 1024 --batch.max_shapes 1 --optimizer.warmup_steps 20 "
-    "--optimizer.learning_rate 3e-3"
-    if SMALL
-    else "--steps 400 --model.encoder_layers 4 --model.decoder_layers 4 "
-    "--batch.max_shapes 1 --optimizer.warmup_steps 40"
-)
+settings = "--steps 400 --model.encoder_layers 4 --model.decoder_layers 4 --optimizer.warmup_steps 40"
+if SMALL:
+    settings = (
+        "--steps 120 --model.preset tiny --model.encoder_layers 3 --model.decoder_layers 3 --batch.tokens 1024 "
+        "--optimizer.warmup_steps 20 --optimizer.learning_rate 3e-3"
+    )
+settings += " --batch.max_shapes 1"
 prepared = prepare(apply_overrides(recipe, settings.split()))
 config = prepared.config.model
 batch = jax.tree.map(lambda rows: jnp.asarray(rows[:3]), prepared.train[0])
@@ -322,24 +322,26 @@ assert 0.3 < share["as it is"] < 10
 
 # %%
 def learn(change):
-    """The held-out loss after training, and the losses on the way."""
+    """The held-out loss after training; the losses, and the gradients' norms before clipping, on the way."""
     run = prepared.config
     optimizer = make_optimizer(run.optimizer, run.steps)
     changed = tfm.build_model(config)
     with nn.intercept_methods(change):
         state = steps.init_state(changed, optimizer, run)
         train_step, eval_step = steps.make_train_step(changed, optimizer, run), steps.make_eval_step(changed)
-        losses = []
+        losses, gradients = [], []
         for number in range(run.steps):
             state, metrics = train_step(state, prepared.train[number])
             losses.append(metrics.nll)
-        return held_out_loss(eval_step, state.params, prepared.validation)["loss"], np.array(jax.device_get(losses))
+            gradients.append(metrics.gradient_norm)
+        held_out = held_out_loss(eval_step, state.params, prepared.validation)["loss"]
+        return held_out, np.array(jax.device_get(losses)), np.array(jax.device_get(gradients))
 
 
 results = {name: learn(change) for name, change in CHANGES.items()}
 figure = Figure(figsize=(6, 3.5), layout="constrained")
 ax = figure.subplots()
-for name, (held_out, losses) in results.items():
+for name, (held_out, losses, _) in results.items():
     ax.plot(np.convolve(losses, np.ones(10) / 10, mode="valid"), label=name)
     print(f"{name:21} held-out loss {held_out:.3f} nats a phone")
 ax.set(xlabel="step", ylabel="nats a phone")
@@ -347,12 +349,23 @@ ax.legend()
 display(figure)
 
 # %% [markdown]
-# **Claim.** Nothing learns as well as the whole. Without residual connections it learns hardly more than which phones
-# are frequent.
+# **Claim.** Without residual connections it learns far less, and without feed-forward layers less than as it is.
 
 # %%
-held_out = {name: loss for name, (loss, _) in results.items()}
-print({name: f"{loss - held_out['as it is']:+.3f}" for name, loss in held_out.items()})
-assert held_out["without residual"] > held_out["as it is"] + 0.5
+held_out = {name: loss for name, (loss, *_) in results.items()}
+print({name: f"{loss - held_out['as it is']:+.3f} nats" for name, loss in held_out.items()})
+assert held_out["without residual"] > held_out["as it is"] + 0.3
 assert held_out["without feed-forward"] > held_out["as it is"]
-assert held_out["without norm"] > held_out["as it is"]
+
+# %% [markdown]
+# And without norms? That depended on the depth: in trials with $D = 64$, stacks of two layers were ahead without them
+# by 0.45 nats after 100 steps, and stacks of three behind by 0.29 and 1.20 (of two widths $F$) after 120. Gradients are
+# clipped here, to a norm of `clip_norm`, which hides a part of the difference.
+#
+# **Claim.** What norms do is hold sizes steady: without them the gradient begins many times as large.
+
+# %%
+first = {name: float(gradients[0]) for name, (*_, gradients) in results.items()}
+print(f"clipped to {prepared.config.optimizer.clip_norm}; norm of the first gradient:",
+      {name: f"{value:.3g}" for name, value in first.items()})  # fmt: skip
+assert first["without norm"] > 3 * first["as it is"]

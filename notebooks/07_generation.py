@@ -118,8 +118,11 @@ print(inspect.getsource(sampling.Sampling.pick))
 # X)$, within what chance allows (four standard deviations of a share of so many draws).
 
 # %%
-SHORT, DRAWS = "mat", 256 if SMALL else 2048
-(drawn,) = model.generate_n_best([SHORT], sampler=Samples(num_samples=DRAWS), seed=1)
+SHORT, DRAWS, AT_ONCE = "mat", 256 if SMALL else 2048, 256  # of one text, each draw meets the keys of all at once
+sampler = Samples(num_samples=AT_ONCE)
+drawn = [
+    one for seed in range(DRAWS // AT_ONCE) for one in model.generate_n_best([SHORT], sampler=sampler, seed=seed)[0]
+]
 counts = collections.Counter(tuple(one.tokens) for one in drawn)
 said = {tuple(one.tokens): np.exp(one.score) for one in drawn}
 for tokens, count in counts.most_common(5):
