@@ -12,7 +12,8 @@ from scipy import stats
 from tiny_models import random_ids, random_params, tiny_model
 from tolerances import assert_close, assert_same_bits
 
-from tfm.decoding.generate import generate_n_best
+from tfm.decoding.arguments import checked_arguments
+from tfm.decoding.generate import _sample, generate_n_best
 from tfm.decoding.inference import prefill
 from tfm.decoding.sampling import Greedy, Samples, Sampling
 from tfm.decoding.score import score
@@ -60,6 +61,36 @@ def test_a_rows_samples_follow_from_its_own_key(config):
     assert_same_bits(moved.tokens, together.tokens[order])
     fewer = run(config, Samples(R, num_best=2), key=keys)
     assert_same_bits(fewer.tokens, together.tokens[:, :2])
+
+
+@every_architecture
+def test_many_samples_are_drawn_in_rounds_and_are_the_same(config):
+    """67 in two rounds, of which the second has one too many; each is the draw of its place."""
+    key = jax.random.key(3)
+    many = run(config, Samples(67), key=key)
+    assert many.tokens.shape[1] == 67
+    assert (many.scores[:, :-1] >= many.scores[:, 1:]).all()
+    few = run(config, Samples(5), key=key)
+    for row in range(B):
+        ends = zip(many.tokens[row].tolist(), many.lengths[row], strict=True)
+        among = {tuple(tokens[:length]): many.scores[row, i] for i, (tokens, length) in enumerate(ends)}
+        for tokens, length, log_prob in zip(few.tokens[row].tolist(), few.lengths[row], few.scores[row], strict=True):
+            assert_close(among[tuple(tokens[:length])], log_prob, times=10)
+
+
+def test_the_memory_of_many_samples_does_not_grow_with_their_square():
+    def temporary_bytes(number):
+        sizes = dict(number=number, num_best=number, capacity=8)
+        batch = np.full(1, 8, np.int32)
+        model, params = tiny_model(CONFIGS[0]), random_params(CONFIGS[0])
+        arguments, _ = checked_arguments(
+            model, SOURCE[:1], SOURCE_LENGTHS[:1], None, None, batch, None, 8
+        )  # fmt: skip
+        keys = jax.random.split(jax.random.key(0, impl="threefry2x32"), 1)
+        lowered = _sample.lower(model, params, arguments, Sampling().as_arrays(1), keys, **sizes)
+        return lowered.compile().memory_analysis().temp_size_in_bytes
+
+    assert temporary_bytes(1024) < 8 * temporary_bytes(128)
 
 
 def test_samples_come_as_often_as_they_are_likely():

@@ -182,6 +182,11 @@ def _generate(
     )
 
 
+_MOST_SIDE_BY_SIDE = 64
+"""Samples of a row that are drawn at once; more are drawn in rounds. Each meets the keys of all that are beside it, so
+that the work of attention and its memory grow with their square."""
+
+
 @functools.partial(jax.jit, static_argnames=("model", "capacity", "number", "num_best"))
 def _sample(
     model: Model,
@@ -194,10 +199,21 @@ def _sample(
     num_best: int,
     capacity: int,
 ) -> NBest:
-    each = jax.vmap(jax.vmap(jax.random.fold_in, in_axes=(None, 0)), in_axes=(0, None))(keys, jnp.arange(number))
-    sampler = jax.tree.map(lambda x: jnp.repeat(x, number) if jnp.ndim(x) else x, sampler)
-    made = _generate(model, params, arguments, sampler, each.reshape(-1), capacity=capacity, width=number)
-    made = jax.tree.map(lambda x: x.reshape(-1, number, *x.shape[1:]), made)
+    batch, rounds = len(keys), -(-number // _MOST_SIDE_BY_SIDE)
+    width = -(-number // rounds)
+    places = jnp.arange(rounds * width)
+    each = jax.vmap(jax.vmap(jax.random.fold_in, in_axes=(None, 0)), in_axes=(0, None))(keys, places)
+    sampler = jax.tree.map(lambda x: jnp.repeat(x, width) if jnp.ndim(x) else x, sampler)
+
+    def draw(keys: KeyArray) -> Generation:
+        made = _generate(model, params, arguments, sampler, keys.reshape(-1), capacity=capacity, width=width)
+        return jax.tree.map(lambda x: x.reshape(batch, width, *x.shape[1:]), made)
+
+    def side_by_side(x: Array) -> Array:
+        return jnp.swapaxes(x, 0, 1).reshape(batch, rounds * width, *x.shape[3:])[:, :number]
+
+    made = jax.lax.map(draw, jnp.swapaxes(each.reshape(batch, rounds, width), 0, 1))
+    made = jax.tree.map(side_by_side, made)
     log_probs, order = jax.lax.top_k(made.scores, num_best)
     best = jax.tree.map(lambda x: x[jnp.arange(len(x))[:, None], order], made)
     return NBest(best.tokens, best.token_log_probs, best.lengths, log_probs, log_probs, best.finished, best.unmet)
