@@ -5,7 +5,7 @@ import functools
 import jax
 import numpy as np
 import pytest
-from recurrent_kinds import ONE_LAYER
+from recurrent_kinds import RECURRENT_ONE, one_then_slow
 from tiny_models import random_ids, random_params, tiny_config, tiny_model
 
 from tfm.decoding.generate import generate
@@ -20,8 +20,10 @@ CONFIGS = [
     tiny_config(positions="t5-bias", num_kv_heads=2, shared_embeddings="none", decoder_layers=1),
     tiny_config(positions="rope", architecture="decoder-only", pad_id=9, shared_embeddings="none", decoder_layers=1),
 ]
-both_architectures = pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.architecture)
-every_architecture = pytest.mark.parametrize("config", [*CONFIGS, ONE_LAYER], ids=lambda config: config.architecture)
+both_architectures = pytest.mark.parametrize("config", one_then_slow(CONFIGS), ids=lambda config: config.architecture)
+every_architecture = pytest.mark.parametrize(
+    "config", [*one_then_slow(CONFIGS), RECURRENT_ONE], ids=lambda config: config.architecture
+)
 
 
 def prompt_of(config):

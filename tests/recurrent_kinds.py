@@ -1,5 +1,6 @@
 """Recurrent models that between them have every cell, every way to the source and everything that goes with it."""
 
+import pytest
 from tiny_models import tiny_config
 
 from tfm.config import ModelConfig
@@ -29,3 +30,9 @@ EVERY = [
 ]
 ONE_LAYER = recurrent_config("gru", "additive", bidirectional=True, shared_embeddings="none", layers=1)
 """For tests that compile many programs."""
+RECURRENT_ONE = pytest.param(ONE_LAYER, marks=pytest.mark.slow)
+
+
+def one_then_slow(configs: list[ModelConfig]) -> list:
+    """What is the same code for all models is tried with the first one on every interpreter, with all on one."""
+    return [configs[0], *(pytest.param(config, marks=pytest.mark.slow) for config in configs[1:])]

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from mixtures import each_positions, name_of
-from recurrent_kinds import ONE_LAYER
+from recurrent_kinds import RECURRENT_ONE, one_then_slow
 from tiny_models import V, random_ids, random_params, tiny_config, tiny_model
 from tolerances import assert_close
 
@@ -30,7 +30,9 @@ CONFIGS = [
     tiny_config(positions="t5-bias", num_kv_heads=2),
     tiny_config(positions="rope", num_kv_heads=2, norm_position="post", architecture="decoder-only"),
 ]
-every_architecture = pytest.mark.parametrize("config", [*CONFIGS, ONE_LAYER], ids=lambda config: config.architecture)
+every_architecture = pytest.mark.parametrize(
+    "config", [*one_then_slow(CONFIGS), RECURRENT_ONE], ids=lambda config: config.architecture
+)
 
 
 pytestmark = pytest.mark.usefixtures("compile_fast")

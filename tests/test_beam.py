@@ -129,6 +129,7 @@ def test_a_beam_that_is_wide_enough_finds_what_exhaustive_search_finds(seed, alp
     stop=st.sampled_from(STOPS),
     limits=st.tuples(*[st.integers(1, T)] * B),
 )
+@pytest.mark.slow
 def test_whatever_is_found_has_the_score_that_it_says(seed, width, length_penalty, stop, limits):
     search = BeamSearch(width=width, num_best=width, alpha=0.7, length_penalty=length_penalty, stop=stop)
     assert_consistent(find(search, random_table(seed), limits), search, random_table(seed), limits)
@@ -172,6 +173,7 @@ def by_hand(search, table, limit):
     stop=st.sampled_from(STOPS),
     limits=st.tuples(*[st.integers(1, T)] * B),
 )
+@pytest.mark.slow
 def test_every_rule_finds_what_the_search_with_lists_finds(seed, widths, alpha, length_penalty, stop, limits):
     search = BeamSearch(width=widths[0], num_best=widths[1], alpha=alpha, length_penalty=length_penalty, stop=stop)
     table = random_table(seed)
@@ -227,6 +229,7 @@ def groups_by_hand(search, table, limit):
     stop=st.sampled_from(["provably-best", "all-finished"]),
     limits=st.tuples(*[st.integers(1, T)] * B),
 )
+@pytest.mark.slow
 def test_groups_find_what_the_search_with_lists_finds(seed, widths, diversity, stop, limits):
     width, groups = widths
     search = BeamSearch(width=width, num_best=width, groups=groups, diversity=diversity, stop=stop, alpha=1.0)

@@ -361,6 +361,7 @@ def test_decoding_is_checked_with_and_without_the_cache(monkeypatch):
     assert passed(1.0) == [False, False, True]
 
 
+@pytest.mark.slow
 def test_training_is_checked_by_its_loss():
     config = checks.REVERSE_MODEL.replace(model_dim=16, feed_forward_dim=16, encoder_layers=1, decoder_layers=1)
     with compiled_fast():

@@ -19,6 +19,7 @@ def test_training_again_says_that_the_run_is_complete(trained, capsys):
     assert outcome["best_step"] in (10, 20)
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_from_its_folder_alone_and_says_what_more_steps_mean_for_the_schedule(trained, tmp_path, capsys):
     run = tmp_path / "run"
     assert main(["train", str(trained / "small.toml"), "--run", str(run), "--steps", "6"]) == 0

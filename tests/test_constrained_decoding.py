@@ -21,6 +21,7 @@ from constraint_statement import (
     contains,
     rows_of,
 )
+from recurrent_kinds import one_then_slow
 from tiny_models import V, random_ids, random_params, tiny_model
 from tolerances import assert_close, assert_same_bits
 
@@ -32,7 +33,7 @@ from tfm.decoding.score import score
 
 pytestmark = pytest.mark.usefixtures("compile_fast")
 
-both_architectures = pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.architecture)
+both_architectures = pytest.mark.parametrize("config", one_then_slow(CONFIGS), ids=lambda config: config.architecture)
 ALL_RULES = Constraints(
     min_tokens=np.array([0, 3, 5, 2]),
     min_ratio=np.array([0.6, 1.0, 0.0, 0.5], np.float32),

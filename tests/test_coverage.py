@@ -3,7 +3,7 @@
 import jax
 import numpy as np
 import pytest
-from recurrent_kinds import ONE_LAYER
+from recurrent_kinds import RECURRENT_ONE, one_then_slow
 from tiny_models import random_ids, random_params, tiny_config, tiny_model
 from tolerances import assert_close
 
@@ -19,7 +19,9 @@ CONFIGS = [
     tiny_config(positions="t5-bias", num_kv_heads=2, shared_embeddings="none"),
     tiny_config(positions="rope", architecture="decoder-only", shared_embeddings="none"),
 ]
-every_architecture = pytest.mark.parametrize("config", [*CONFIGS, ONE_LAYER], ids=lambda config: config.architecture)
+every_architecture = pytest.mark.parametrize(
+    "config", [*one_then_slow(CONFIGS), RECURRENT_ONE], ids=lambda config: config.architecture
+)
 
 
 pytestmark = pytest.mark.usefixtures("compile_fast")

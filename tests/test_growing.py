@@ -67,6 +67,7 @@ def run(config, way, prompted):
 
 @pytest.mark.parametrize("way", WAYS)
 @both_architectures
+@pytest.mark.slow
 def test_growing_changes_nothing(config, way, monkeypatch):
     prompted = way != "samples"
     whole = run(config, WAYS[way], prompted)

@@ -295,6 +295,7 @@ def tiny_run(folder: Path, **changes) -> TrainConfig:
     return dataclasses.replace(recipe, **replaced, log_every_steps=3, **changes)
 
 
+@pytest.mark.slow
 def test_a_run_that_was_stopped_ends_as_one_that_was_not(tmp_path):
     quiet = rich.console.Console(quiet=True)
     train(tiny_run(tmp_path, steps=12), tmp_path / "whole", reporter=Reporter(quiet))

@@ -114,6 +114,7 @@ def test_rules_that_cannot_be_are_one_line(trained, capsys):
             assert message in errors(capsys)
 
 
+@pytest.mark.slow
 def test_beams_give_as_many_lines_a_line_as_are_asked_for(trained, capsys):
     run = trained / "run"
     search = [run, "--beams", "3", "--alpha", "0", "--scores", "abc", "", "bad"]

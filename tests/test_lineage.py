@@ -52,6 +52,7 @@ def test_claims_as_computed_by_hand():
 
 
 @pytest.mark.usefixtures("compile_fast")
+@pytest.mark.slow
 def test_measures_and_does_not_measure_twice(tmp_path, capsys, monkeypatch):
     command = ["--tiny", "--run", str(tmp_path), "--models", "gru", "bahdanau", "--plot"]
     monkeypatch.setattr(lineage, "POSITIONS", {"alibi": POSITIONS["alibi"]})

@@ -321,6 +321,7 @@ def test_stopped_at_any_step_and_resumed_it_is_the_same_run(finished, tmp_path: 
     assert_same_end(tmp_path / "run", folder / "run")
 
 
+@pytest.mark.slow
 def test_a_damaged_checkpoint_costs_steps_but_not_the_result(finished, tmp_path: Path):
     folder, _, _ = finished
     run(tiny_config(folder), tmp_path, {21: signal.SIGTERM})

@@ -155,6 +155,7 @@ def test_parameters_are_prepared_once_and_as_something_that_there_is(in_out):
 
 @pytest.mark.parametrize("positions", ["sinusoidal", "learned", "t5-bias"])
 @pytest.mark.parametrize("shared", ["all", "target-output", "none"])
+@pytest.mark.slow
 def test_prepared_parameters_answer_like_those_they_were_made_of(positions, shared, in_out):
     config = tiny_config(positions=positions, shared_embeddings=shared)
     params, source, target = random_params(config), random_ids(3, 7), random_ids(3, 5, seed=1)

@@ -117,6 +117,7 @@ def test_neighbours_and_order_change_nothing(weights):
     assert_equal(together, [alone[i] for i in order], weights)
 
 
+@pytest.mark.slow
 def test_a_drawn_answer_depends_on_its_seed_and_place_alone(model):
     texts = random_texts(40, longest=15, seed=3)
     sampler = Sampling(temperature=1.5, top_p=0.95)
@@ -198,6 +199,7 @@ def test_beams_count_as_tokens_of_a_batch(shapes):
 
 
 @pytest.mark.parametrize("architecture", ["encoder-decoder", "decoder-only"])
+@pytest.mark.slow
 def test_the_best_hypotheses_of_a_text_are_those_that_it_has_alone(architecture):
     model = make_model(CONFIG.replace(architecture=architecture))
     texts = random_texts(9, longest=15)
@@ -248,6 +250,7 @@ def test_after_a_warmup_nothing_is_compiled():
     assert compilations.count == 0, compilations.names
 
 
+@pytest.mark.slow
 def test_a_samplers_numbers_a_seed_and_a_limit_compile_nothing():
     config = CONFIG.replace(norm_epsilon=4e-6, max_source_length=16, max_target_length=100)
     model = make_model(config, max_batch=2)
@@ -306,6 +309,7 @@ def test_a_saved_model_answers_the_same(tmp_path, weights):
 
 
 @pytest.mark.parametrize("architecture", ["encoder-decoder", "decoder-only"])
+@pytest.mark.slow
 def test_a_cache_in_fewer_bits_is_chosen_by_a_word(tmp_path, architecture):
     make_model(CONFIG.replace(architecture=architecture)).save(tmp_path / "model")
     texts = random_texts(9, longest=15)
@@ -374,6 +378,7 @@ print(*sorted(BLOCKED & {name.partition(".")[0] for name in sys.modules}))
 """
 
 
+@pytest.mark.slow
 def test_needs_nothing_that_training_needs(tmp_path, model):
     model.save(tmp_path / "model")
     command = [sys.executable, "-c", WITHOUT_TRAINING, str(tmp_path / "model")]

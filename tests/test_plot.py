@@ -193,6 +193,7 @@ SEARCH = BeamSearch(width=3, num_best=3)
 
 class TestBeamTree:
     @pytest.mark.parametrize("search", [SEARCH, BeamSearch(width=4, num_best=2, groups=2, alpha=1.0)])
+    @pytest.mark.slow
     def test_it_holds_the_hypotheses_that_the_search_finds_with_their_scores(self, model, search):
         nodes = plot.search_tree(model, TEXT, search, max_tokens=8)
         (answers,) = model.generate_n_best([TEXT], sampler=search, max_tokens=8)

@@ -69,6 +69,7 @@ def test_closed_output_ends_without_a_traceback(trained):
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stderr == ""
 
 
+@pytest.mark.slow
 def test_a_log_that_nobody_reads_any_more_does_not_end_the_training(trained, tmp_path):
     run = tmp_path / "run"
     with subprocess.Popen(

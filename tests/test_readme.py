@@ -116,14 +116,19 @@ def test_the_lines_of_a_page_run_one_after_another(page, tmp_path, monkeypatch, 
 
 
 def test_every_link_within_the_pages_leads_somewhere():
-    for page in (ROOT / "README.md", ROOT / "docs" / "generation.md", ROOT / "benchmarks" / "README.md"):
-        text = page.read_text(encoding="utf-8")
-        headings = {
+    pages = [ROOT / "README.md", ROOT / "docs" / "generation.md", ROOT / "benchmarks" / "README.md"]
+    headings = {}
+    for page in pages:
+        text = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
+        headings[page] = {
             re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
-            for heading in re.findall(r"^#+ (.*)$", re.sub(r"```.*?```", "", text, flags=re.DOTALL), re.MULTILINE)
+            for heading in re.findall(r"^#+ (.*)$", text, re.MULTILINE)
         }
-        for link in re.findall(r"\]\(([^)\s]+)\)", text):
-            if link.startswith("#"):
-                assert link[1:] in headings, (page.name, link)
-            elif not link.startswith("https://"):
-                assert (page.parent / link).exists(), (page.name, link)
+    for page in pages:
+        for link in re.findall(r"\]\(([^)\s]+)\)", page.read_text(encoding="utf-8")):
+            if link.startswith("https://"):
+                continue
+            path, _, heading = link.partition("#")
+            other = (page.parent / path).resolve() if path else page
+            assert other.exists(), (page.name, link)
+            assert not heading or heading in headings[other], (page.name, link)

@@ -3,7 +3,7 @@ import inspect
 import jax
 import numpy as np
 import pytest
-from recurrent_kinds import ONE_LAYER
+from recurrent_kinds import RECURRENT_ONE, one_then_slow
 from tiny_models import V, random_ids, random_params, tiny_config, tiny_model
 from tolerances import assert_close
 
@@ -21,7 +21,9 @@ CONFIGS = [
     tiny_config(positions="learned", decoder_layers=1),
     tiny_config(positions="rope", architecture="decoder-only", decoder_layers=1),
 ]
-every_architecture = pytest.mark.parametrize("config", [*CONFIGS, ONE_LAYER], ids=lambda config: config.architecture)
+every_architecture = pytest.mark.parametrize(
+    "config", [*one_then_slow(CONFIGS), RECURRENT_ONE], ids=lambda config: config.architecture
+)
 
 
 pytestmark = pytest.mark.usefixtures("compile_fast")

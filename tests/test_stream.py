@@ -91,6 +91,7 @@ def text_model(kind: str, architecture: str = "encoder-decoder", **options) -> T
 
 
 @pytest.mark.parametrize("kind", ["bpe", "unigram", "word"])
+@pytest.mark.slow
 def test_partial_texts_only_grow_and_have_no_half_characters(kind):
     model = text_model(kind)
     texts = ["", *WORLD[2:]] if kind == "bpe" else WORLD[3:]
@@ -127,6 +128,7 @@ def test_a_character_waits_for_its_bytes():
     assert not any(answer.text.endswith("\N{REPLACEMENT CHARACTER}") for answer in half if not answer.finished)
 
 
+@pytest.mark.slow
 def test_what_a_limit_cuts_off_is_cut_off_as_in_generate():
     """Half a character that stays one is shown in the end, whichever limit cut it."""
     model, texts, broken = text_model("bpe"), ["ab ba ab", "日本語 and عربى"], 0

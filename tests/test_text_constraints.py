@@ -58,6 +58,7 @@ def test_answers_follow_the_rules(architecture, sampler):
 
 
 @pytest.mark.parametrize("sampler", [Greedy(), SAMPLERS["beam"]], ids=["greedy", "beam"])
+@pytest.mark.slow
 def test_each_text_may_have_its_own_rules_and_prefix(model, sampler):
     """And neither changes another's answer, nor where the text stands."""
     rules = [

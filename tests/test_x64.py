@@ -58,6 +58,7 @@ print("done")
 @pytest.mark.parametrize(
     "kind", [("encoder-decoder", "t5-bias", "layernorm"), ("decoder-only", "rope", "rmsnorm")], ids="-".join
 )
+@pytest.mark.slow
 def test_a_model_is_made_runs_and_comes_back(tmp_path, kind):
     command = [sys.executable, "-c", SCRIPT, *kind, str(tmp_path / "model")]
     environment = {**os.environ, "JAX_ENABLE_X64": "1", "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}

@@ -21,10 +21,11 @@ if TYPE_CHECKING:
     from tfm.decoding.score import Scores, score
     from tfm.decoding.stepping import Generation
     from tfm.decoding.stream import stream
-    from tfm.nn.cache import Cache, RecurrentCache, cache_bytes
+    from tfm.nn.cache import Cache, cache_bytes
     from tfm.nn.models import build_model
     from tfm.nn.params import count_params, init_params
     from tfm.nn.recurrent import Recurrent
+    from tfm.nn.recurrent_cache import RecurrentCache
     from tfm.nn.transformer import DecoderOnly, EncoderDecoder
     from tfm.pairs import Alignment, PairScore
     from tfm.pipeline import TextModel, load
@@ -46,10 +47,11 @@ _HOMES = {
     "tfm.decoding.score": ("Scores", "score"),
     "tfm.decoding.stepping": ("Generation",),
     "tfm.decoding.stream": ("stream",),
-    "tfm.nn.cache": ("Cache", "RecurrentCache", "cache_bytes"),
+    "tfm.nn.cache": ("Cache", "cache_bytes"),
     "tfm.nn.params": ("count_params", "init_params"),
     "tfm.nn.models": ("build_model",),
     "tfm.nn.recurrent": ("Recurrent",),
+    "tfm.nn.recurrent_cache": ("RecurrentCache",),
     "tfm.nn.transformer": ("DecoderOnly", "EncoderDecoder"),
     "tfm.pairs": ("Alignment", "PairScore"),
     "tfm.pipeline": ("TextModel", "load"),
