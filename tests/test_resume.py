@@ -150,13 +150,12 @@ def test_told_to_stop_it_saves_says_how_to_go_on_and_ends_the_same(
 
 def test_a_second_interrupt_ends_the_process_at_once(tmp_path: Path, start, reference: Path):
     process = start(tmp_path, "--slow-validation")
-    wait_for(has_rows(tmp_path), process)
-    time.sleep(0.5)  # it validates by now, for a minute
+    wait_for((tmp_path / "validating").exists, process)
     process.send_signal(signal.SIGINT)
     time.sleep(1)
     assert process.poll() is None
     process.send_signal(signal.SIGINT)
-    status, output = end_of(process, limit_s=5)
+    status, output = end_of(process, limit_s=30)  # of the minute that validation would take
     assert status == -signal.SIGINT, output  # 130 for a shell
     assert end_of(start(tmp_path))[0] == 0
     assert_same_end(tmp_path / "run", reference)

@@ -4,6 +4,7 @@
 
 `--kill PATTERN COUNT`: the process gets SIGKILL, from itself, at the COUNT-th time that Python opens, makes, renames or
 removes a file of the run whose path contains PATTERN; `step` in place of a pattern counts steps of training instead.
+`--slow-validation`: each takes a minute more, and the file `validating` says that it has begun.
 """
 
 import argparse
@@ -111,7 +112,14 @@ def main() -> int:
     reporter = Reporter()
     if arguments.slow_validation:
         measure = loop.held_out_loss
-        loop.held_out_loss = lambda *given: [time.sleep(0.05) for _ in range(1200)] and measure(*given)
+
+        def measure_for_a_minute(*given):
+            (folder / "validating").touch()
+            for _ in range(1200):
+                time.sleep(0.05)
+            return measure(*given)
+
+        loop.held_out_loss = measure_for_a_minute
     if arguments.kill:
         pattern, count = arguments.kill[0], int(arguments.kill[1])
         if pattern == "step":
