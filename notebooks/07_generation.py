@@ -118,7 +118,7 @@ print(inspect.getsource(sampling.Sampling.pick))
 # X)$, within what chance allows (four standard deviations of a share of so many draws).
 
 # %%
-SHORT, DRAWS, AT_ONCE = "mat", 256 if SMALL else 2048, 256  # of one text, each draw meets the keys of all at once
+SHORT, DRAWS, AT_ONCE = "mat", 128 if SMALL else 512, 128  # of one text, each draw meets the keys of all at once
 sampler = Samples(num_samples=AT_ONCE)
 drawn = [
     one for seed in range(DRAWS // AT_ONCE) for one in model.generate_n_best([SHORT], sampler=sampler, seed=seed)[0]
