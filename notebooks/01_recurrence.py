@@ -13,8 +13,8 @@
 # %% [markdown]
 # # 1. Recurrence
 #
-# Before attention, a model read a sequence token by token and kept what it knew in a vector of fixed size. This notebook
-# shows the equations, how fast the gradient fades with distance and what gates can change about it, what the fixed
+# Before attention, a model read a sequence token by token and kept what it knew in a vector of fixed size. This
+# notebook shows the equations, how fast the gradient fades with distance and what gates can change about it, what the fixed
 # size costs and saves, and why such a model does not run in parallel over a sequence.
 #
 # Papers: Elman 1990; Hochreiter and Schmidhuber 1997 and Gers et al. 2000 (LSTM, forget gates); Cho et al. 2014 (GRU);
@@ -206,11 +206,12 @@ per_token = {cell: float((norms[32] / norms[4]) ** (1 / 28)) for cell, norms in 
 print("factor per token:", {cell: f"{factor:.2f}" for cell, factor in per_token.items()})
 for cell, norms in fresh.items():
     print(f"{cell}: {norms[32]:.0e} of the last token's gradient at 32 tokens before it")
-    assert per_token[cell] < 0.8 and norms[32] < 1e-4
+    assert per_token[cell] < 0.8
+    assert norms[32] < 1e-4
 
 # %% [markdown]
-# **Claim.** What gates change is that the factor can be learned: a bias of 4 on the gate that keeps ($f$ of the LSTM, $z$
-# of the GRU; $\sigma(4) = 0.98$) carries the gradient over all tokens; −2 on the LSTM's forgets faster than before.
+# **Claim.** What gates change is that the factor can be learned: a bias of 4 on the gate that keeps ($f$ of the LSTM,
+# $z$ of the GRU; $\sigma(4) = 0.98$) carries the gradient over all tokens; −2 on the LSTM's forgets faster than before.
 
 
 # %%
@@ -285,8 +286,8 @@ assert ends["gru"] < 0.5 < 1.5 < ends["rnn"]
 # %% [markdown]
 # ## One size for every source
 #
-# **Claim.** What such a model has of its source and of all that it has written is one vector a layer (an LSTM's two): its
-# cache has the same bytes at every length. A Transformer's grows in proportion.
+# **Claim.** What such a model has of its source and of all that it has written is one vector a layer (an LSTM's two):
+# its cache has the same bytes at every length. A Transformer's grows in proportion.
 
 # %%
 transformer = tfm.preset("tiny", source_vocab_size=16, target_vocab_size=16, max_target_length=1024, dropout_rate=0.0)
