@@ -14,8 +14,8 @@
 # # 1. Recurrence
 #
 # Before attention, a model read a sequence token by token and kept what it knew in a vector of fixed size. This
-# notebook shows the equations, how fast the gradient fades with distance and what gates can change about it, what the fixed
-# size costs and saves, and why such a model does not run in parallel over a sequence.
+# notebook shows the equations, how fast the gradient fades with distance and what gates can change about it, what the
+# fixed size costs and saves, and why such a model does not run in parallel over a sequence.
 #
 # Papers: Elman 1990; Hochreiter and Schmidhuber 1997 and Gers et al. 2000 (LSTM, forget gates); Cho et al. 2014 (GRU);
 # Bengio et al. 1994 and Pascanu et al. 2013 (vanishing gradients); Sutskever et al. 2014 (the fixed vector). $B$ are
