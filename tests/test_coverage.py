@@ -24,7 +24,7 @@ every_architecture = pytest.mark.parametrize(
 )
 
 
-pytestmark = pytest.mark.usefixtures("compile_fast")
+pytestmark = [pytest.mark.usefixtures("compile_fast"), pytest.mark.slow]
 
 
 def run(config, search, max_tokens=3, **arguments):

@@ -26,7 +26,7 @@ SOURCE_LENGTHS = np.array([5, 1, 3], np.int32)
 PROMPT_LENGTHS = np.array([1, 3, 2], np.int32)
 
 
-pytestmark = pytest.mark.usefixtures("compile_fast")
+pytestmark = [pytest.mark.usefixtures("compile_fast"), pytest.mark.slow]
 
 
 @pytest.mark.parametrize("capacity", [1, 16, 63, 64, 100, 127, 128, 300, 511, 512, 4096, 5000])

@@ -12,7 +12,7 @@ from tfm.decoding.mbr import Utility
 from train import arguments
 from train.cli import main
 
-pytestmark = pytest.mark.usefixtures("compile_fast")
+pytestmark = [pytest.mark.usefixtures("compile_fast"), pytest.mark.slow]
 
 
 def test_the_words_for_settings_are_those_of_the_library():

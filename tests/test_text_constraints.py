@@ -20,7 +20,7 @@ SAMPLERS = {"greedy": Greedy(), "sampling": Sampling(temperature=1.5), "beam": B
 TEXTS = random_texts(5, longest=12)
 
 
-pytestmark = pytest.mark.usefixtures("compile_fast")
+pytestmark = [pytest.mark.usefixtures("compile_fast"), pytest.mark.slow]
 
 
 @pytest.fixture(scope="module")

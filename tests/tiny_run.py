@@ -113,11 +113,11 @@ def main() -> int:
     if arguments.slow_validation:
         measure = loop.held_out_loss
 
-        def measure_for_a_minute(*given):
+        def measure_for_a_minute(*given, **named):
             (folder / "validating").touch()
             for _ in range(1200):
                 time.sleep(0.05)
-            return measure(*given)
+            return measure(*given, **named)
 
         loop.held_out_loss = measure_for_a_minute
     if arguments.kill:
