@@ -20,7 +20,7 @@ from train.streaming import LINES_AT_ONCE
 # --- generate
 
 
-pytestmark = pytest.mark.usefixtures("compile_fast")
+pytestmark = [pytest.mark.usefixtures("compile_fast"), pytest.mark.slow]
 
 
 def test_answers_come_a_line_for_a_line_in_order(trained, capsys, tmp_path):
@@ -114,7 +114,6 @@ def test_rules_that_cannot_be_are_one_line(trained, capsys):
             assert message in errors(capsys)
 
 
-@pytest.mark.slow
 def test_beams_give_as_many_lines_a_line_as_are_asked_for(trained, capsys):
     run = trained / "run"
     search = [run, "--beams", "3", "--alpha", "0", "--scores", "abc", "", "bad"]

@@ -10,6 +10,8 @@ import time
 import pytest
 from command_line import TFM, result
 
+pytestmark = pytest.mark.slow
+
 
 def test_a_process_says_which_devices_there_are(trained):
     ask = [*TFM, "generate", str(trained / "run"), "--device", "abacus", "abc"]

@@ -7,7 +7,7 @@ except ImportError as error:
     raise ImportError("tfm.plot draws with matplotlib, which is not installed: pip install 'tfm-jax[plot]'") from error
 
 
-def figure_and_axes(ax: Axes | None, width: float, height: float) -> tuple[Figure, Axes]:
+def figure_and_axes(ax: Axes | None, width: float | int, height: float | int) -> tuple[Figure, Axes]:
     """The axes and the figure that they are in; where there are none yet, of so many inches."""
     if ax is None:
         figure = Figure(figsize=(width, height), layout="constrained")
