@@ -13,7 +13,7 @@ from tfm.buckets import power_of_two
 from tfm.checks import whole_number
 from tfm.decoding.alignment import attention_weights, check_layer
 from tfm.pipeline import TextModel
-from tfm.plot.figures import Axes, Figure, figure_and_axes
+from tfm.plot.figures import Axes, Figure, as_label, figure_and_axes
 
 Part = Literal["cross", "self", "encoder"]
 """The decoder's attention to the source, the decoder's to its own input, or the encoder's."""
@@ -161,7 +161,7 @@ def heat_map(
     figure, ax = figure_and_axes(ax, _inches(len(columns), 1.2), _inches(len(rows), 1.0))
     ax.imshow(np.asarray(weights), cmap="Greys", vmin=0, vmax=1, aspect="auto")
     # a $ in a token is a dollar, no formula; a space is to be seen
-    labels = [[token.replace("$", r"\$").replace(" ", "␣") for token in tokens] for tokens in (rows, columns)]
+    labels = [[as_label(token).replace(" ", "␣") for token in tokens] for tokens in (rows, columns)]
     ax.set_yticks(range(len(rows)), labels[0])
     ax.set_xticks(range(len(columns)), labels[1], rotation=90 if max(map(len, columns)) > 4 else 0)
     ax.xaxis.tick_top()

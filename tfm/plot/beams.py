@@ -16,7 +16,7 @@ from tfm.decoding.beam import BeamSearch, NBest, beam_search
 from tfm.decoding.inference import decode_step, prefill
 from tfm.nn import cache as caches
 from tfm.pipeline import TextModel
-from tfm.plot.figures import Axes, Figure, figure_and_axes
+from tfm.plot.figures import Axes, Figure, as_label, figure_and_axes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -166,7 +166,7 @@ def beam_tree(
             color, width = ("C0", 2.5) if on_best else ("0.6", 1.0)
             ax.plot([x - 1, x], [heights[parent], y], color=color, linewidth=width, zorder=1)
         box = dict(boxstyle="round,pad=0.2", facecolor="white", edgecolor="C0" if on_best else "0.6")
-        label = node.text.replace("$", r"\$")
+        label = as_label(node.text)
         ax.text(x, y, label, ha="center", va="center", fontsize="small", bbox=box, zorder=2)
         if node.rank is not None:
             ax.text(x + 0.4, y, f"{node.rank + 1}: {node.score:.2f}", va="center", fontsize="small")

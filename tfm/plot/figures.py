@@ -19,3 +19,14 @@ def of_axes(ax: Axes) -> Figure:
     """The whole figure, where the axes are in a part of one too."""
     figure = ax.figure
     return figure if isinstance(figure, Figure) else figure.figure
+
+
+def as_label(text: str) -> str:
+    r"""A text as matplotlib is to show it: no dollar sign begins a formula, and every character can be seen.
+
+    Example:
+        >>> print(as_label("5 $\n"))
+        5 \$\n
+    """
+    seen = (c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+    return "".join(seen).replace("$", r"\$")
