@@ -5,9 +5,9 @@ from typing import Any
 from tfm.config import ModelConfig
 from tfm.nn.params import count_params, param_shapes
 
-_VASWANI: dict[str, Any] = dict(norm_position="post", encoder_layers=3, decoder_layers=3)
+_VASWANI: dict[str, Any] = dict(norm_position="post", encoder_layers=2, decoder_layers=2)
 _TODAY: dict[str, Any] = dict(norm_position="pre", norm="rmsnorm", activation="silu", gated=True, use_bias=False)
-_RECURRENT: dict[str, Any] = dict(architecture="recurrent", encoder_layers=2, decoder_layers=2)
+_RECURRENT: dict[str, Any] = dict(architecture="recurrent", encoder_layers=1, decoder_layers=1)
 
 GENERATIONS: dict[str, dict[str, Any]] = {
     "rnn": dict(_RECURRENT, cell="rnn", source_context="fixed"),
@@ -17,12 +17,15 @@ GENERATIONS: dict[str, dict[str, Any]] = {
     "luong": dict(_RECURRENT, cell="lstm", source_context="general", input_feeding=True),
     "transformer": dict(_VASWANI, positions="sinusoidal"),
     "roformer": dict(_VASWANI, positions="rope"),
-    "today": dict(_TODAY, positions="rope", num_kv_heads=2, encoder_layers=3, decoder_layers=3),
-    "decoder-only": dict(_TODAY, positions="rope", num_kv_heads=2, architecture="decoder-only", decoder_layers=6),
+    "today": dict(_TODAY, positions="rope", num_kv_heads=2, encoder_layers=2, decoder_layers=2),
+    "decoder-only": dict(_TODAY, positions="rope", num_kv_heads=2, architecture="decoder-only", decoder_layers=4),
 }
 """From the fixed vector (`rnn`, `lstm` of Sutskever et al. 2014, `gru` of Cho et al. 2014) and attention (Bahdanau et
 al. 2014, Luong et al. 2015) to the Transformer of 2017, RoFormer (Su et al. 2021) and today's parts: RMSNorm (Zhang and
-Sennrich 2019), gated feed-forward (Shazeer 2020), grouped queries (Ainslie et al. 2023)."""
+Sennrich 2019), gated feed-forward (Shazeer 2020), grouped queries (Ainslie et al. 2023).
+
+A recurrent model has one layer each side and a Transformer two: with few parameters, width serves the first and depth
+the second."""
 
 FIXED_VECTOR = ("rnn", "lstm", "gru")
 RECURRENT_WITH_ATTENTION = ("bahdanau", "luong")

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from train.tasks import Examples, load_task
 
-LETTERS = "abcdefghijklmnopqrstuvwxyz"
+SYMBOLS = "abcdefghij"
 SHORTEST, LONGEST = 5, 60
 
 
@@ -65,7 +65,7 @@ def _some(examples: Examples, number: int) -> Examples:
 
 
 def _reversal(draw: random.Random, length: int) -> tuple[str, str]:
-    symbols = draw.choices(LETTERS, k=length)
+    symbols = draw.choices(SYMBOLS, k=length)
     return " ".join(symbols), " ".join(reversed(symbols))
 
 

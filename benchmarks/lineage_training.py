@@ -54,7 +54,7 @@ def run_config(
         ),
         tokenizer=TokenizerConfig(source_kind="word", shared=True),
         batch=BatchConfig(tokens=batch_tokens, max_shapes=2),
-        optimizer=OptimizerConfig(learning_rate=2e-3, schedule="cosine", warmup_steps=steps // 10),
+        optimizer=OptimizerConfig(learning_rate=5e-3, schedule="cosine", warmup_steps=steps // 10),
         loss=LossConfig(label_smoothing=0.0),
         validation=ValidationConfig(every_steps=0),
         checkpoint=CheckpointConfig(every_steps=max(1, steps // 4), keep=1),

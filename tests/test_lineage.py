@@ -65,7 +65,7 @@ def test_measures_and_does_not_measure_twice(tmp_path, capsys, monkeypatch):
     assert all(record["cache_bytes"] == record["formula_bytes"] for record in records if record["record"] == "decoding")
     caches = {(r["model"], r["length"]): r["cache_bytes"] for r in records if r["record"] == "decoding"}
     dim = of_budget(GENERATIONS["bahdanau"], lineage.TINY.budget, vocab_size=30, max_length=64).model_dim
-    carries = 8 * 2 * dim * 4 + 64  # 8 rows, two layers; two lengths a row
+    carries = 8 * dim * 4 + 64  # 8 rows, one layer; two lengths a row
     assert caches["bahdanau", 8] - carries == 2 * (caches["bahdanau", 4] - carries)
     assert "| bahdanau |" in output.err
     assert (tmp_path / "errors.png").stat().st_size > 10_000
