@@ -66,7 +66,10 @@ def table(records: Sequence[Record]) -> str:
         rows = [[model, *(mean_and_spread(rates[group]) for group in groups)] for model, rates in errors.items()]
         parts.append(_markdown([f"{task}: token error rate, % by length", *groups], rows))
     speeds = {r["model"]: r["target_tokens_per_second"] for r in records if r["record"] == "training speed"}
-    sizes = {r["model"]: r["parameters"] for r in records if r["record"] == "errors"}
+    sizes: dict[str, int] = {}
+    for record in records:
+        if record["record"] == "errors":  # of the first task; another's vocabulary makes it a little more or less
+            sizes.setdefault(record["model"], record["parameters"])
     decoding = {(r["model"], r["length"]): r for r in records if r["record"] == "decoding"}
     lengths = sorted({length for _, length in decoding})
     header = ["", "parameters", "training, target tokens a second"]
@@ -79,7 +82,7 @@ def table(records: Sequence[Record]) -> str:
                     model,
                     f"{sizes[model]:,}" if model in sizes else "",
                     f"{speed:,}",
-                    *(f"{decoding[model, length]['step_milliseconds']:.2f}" for length in lengths),
+                    *(f"{decoding[model, length]['step_milliseconds']:.2g}" for length in lengths),
                     *(f"{decoding[model, length]['cache_bytes'] / 1024:,.0f} KiB" for length in lengths),
                 ]
                 for model, speed in speeds.items()
@@ -121,8 +124,10 @@ def draw(records: Sequence[Record], folder: Path) -> None:
             spread = [[mean - min(by_group[g]) for g, mean in zip(groups, means, strict=True)],
                       [max(by_group[g]) - mean for g, mean in zip(groups, means, strict=True)]]  # fmt: skip
             axes.errorbar(groups, means, yerr=spread, marker="o", capsize=3, label=model)
-        axes.set(title=task, xlabel="source length", ylabel="token error rate, %", ylim=(0, None))
-    axes.legend(fontsize="small")
+        axes.set(title=task, xlabel="source length", ylabel="token error rate, %")
+        axes.set_yscale("symlog", linthresh=1)  # from none at all to several hundred, for answers that never end
+        axes.set_ylim(0, 1000)
+    axes.legend(fontsize="small", ncols=2)
     figure.savefig(folder / "errors.png", dpi=120)
 
     decoding = [record for record in records if record["record"] == "decoding"]
