@@ -10,6 +10,7 @@ the training of a model too. README.md says what the lines hold.
 import argparse
 import dataclasses
 import json
+import os
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -60,10 +61,11 @@ class Ledger:
 
     def __init__(self, path: Path):
         self._path = path
-        lines = path.read_text().splitlines() if path.exists() else []
-        self.records: list[Record] = [json.loads(line) for line in lines if line.endswith("}")]
-        if len(self.records) != len(lines):  # a line that was being written when the process ended
-            path.write_text("".join(json.dumps(record) + "\n" for record in self.records))
+        text = path.read_text() if path.exists() else ""
+        whole = text[: text.rfind("\n") + 1]
+        if whole != text:  # a line that was being written when the process ended
+            os.truncate(path, len(whole.encode()))
+        self.records: list[Record] = [json.loads(line) for line in whole.splitlines()]
 
     def find(self, key: Record) -> Record | None:
         return next((each for each in self.records if key.items() <= each.items()), None)
