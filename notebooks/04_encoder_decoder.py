@@ -70,7 +70,7 @@ recipe = load_recipe("g2p-demo")
 settings = "--steps 400 --model.encoder_layers 4 --model.decoder_layers 4 --optimizer.warmup_steps 40"
 if SMALL:
     settings = (
-        "--steps 120 --model.preset tiny --model.encoder_layers 3 --model.decoder_layers 3 --batch.tokens 1024 "
+        "--steps 100 --model.preset tiny --model.encoder_layers 2 --model.decoder_layers 1 --batch.tokens 512 "
         "--optimizer.warmup_steps 20 --optimizer.learning_rate 3e-3"
     )
 settings += " --batch.max_shapes 1"
@@ -250,13 +250,19 @@ CHANGES = {
     "without residual": without_residual,
     "without feed-forward": without_feed_forward,
 }
-DEPTHS = (4, 8) if SMALL else (8, 16)
+DEPTHS = (3, 6) if SMALL else (8, 16)
+
+
+@functools.cache
+def stack(depth):
+    """A model with so many encoder layers, and its first parameters."""
+    model = tfm.build_model(config.replace(encoder_layers=depth, decoder_layers=1), dtype="float32")
+    return model, tfm.init_params(model, jax.random.key(0))
 
 
 def gradient_by_layer(change, depth):
     """The norm of the loss's gradient at each encoder layer's matrices, from the first layer to the last."""
-    deep = tfm.build_model(config.replace(encoder_layers=depth, decoder_layers=1), dtype="float32")
-    deep_params = tfm.init_params(deep, jax.random.key(0))
+    deep, deep_params = stack(depth)
 
     def loss(params):
         logits = deep.apply({"params": params}, batch.source, batch.source_lengths, batch.target_in)
