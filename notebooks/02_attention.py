@@ -206,7 +206,7 @@ recipe = load_recipe("g2p-demo")
 settings = "--steps 1000 --optimizer.warmup_steps 100 --validation.every_steps 250"
 if SMALL:
     settings = (
-        "--steps 200 --model.preset tiny --model.decoder_layers 1 --batch.tokens 1024 --batch.max_shapes 1 "
+        "--steps 200 --model.preset tiny --model.decoder_layers 1 --batch.tokens 768 --batch.max_shapes 1 "
         "--optimizer.learning_rate 4e-3 --optimizer.warmup_steps 20 --validation.every_steps 200 "
         "--validation.metric loss"
     )

@@ -321,9 +321,7 @@ speeds = {
     for name in COMPARED
 }
 for name, (short, long) in speeds.items():
-    print(
-        f"{name:19} {short:10,.0f} target tokens a second, rows of {ROW_LENGTHS[0]}; {long:10,.0f} of {ROW_LENGTHS[1]}"
-    )
+    print(f"{name:19} {short:8,.0f} target tokens a second in rows of {ROW_LENGTHS[0]}, {long:8,.0f} in longer ones")
 
 # %% [markdown]
 # **Claim.** What attention gives it takes in time: in long rows it keeps less of its speed than the same kind of
