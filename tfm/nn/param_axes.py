@@ -12,6 +12,7 @@ import re
 from typing import Any
 
 import jax
+from jax.sharding import NamedSharding
 
 from tfm.axis_rules import LogicalAxis
 from tfm.config import ModelConfig
@@ -49,8 +50,10 @@ def param_axes(params: Any) -> Any:
     leaves, structure = jax.tree_util.tree_flatten_with_path(params)
     paths = [_names(path) for path, _ in leaves]
     if any("kernel" in names for names in paths):  # only a recurrent cell has matrices of this name
-        return structure.unflatten([(None,) * leaf.ndim for _, leaf in leaves])
-    return structure.unflatten([_axes(names) for names in paths])
+        axes: list[Axes] = [(None,) * leaf.ndim for _, leaf in leaves]
+    else:
+        axes = [_axes(names) for names in paths]
+    return jax.tree_util.tree_unflatten(structure, axes)
 
 
 def param_shardings(placement: Placement, params: Any) -> Any:
@@ -63,12 +66,11 @@ def param_shardings(placement: Placement, params: Any) -> Any:
     Raises:
         ValueError: a parameter that cannot be cut so; it says which, its axis and the sizes.
     """
-    leaves, structure = jax.tree_util.tree_flatten_with_path(params)
-    axes = structure.flatten_up_to(param_axes(params))
-    return structure.unflatten(
-        placement.sharding("/".join(_names(path)), leaf.shape, names)
-        for (path, leaf), names in zip(leaves, axes, strict=True)
-    )
+
+    def lies(path: tuple[Any, ...], leaf: Any, names: Axes) -> NamedSharding:
+        return placement.sharding("/".join(_names(path)), leaf.shape, names)
+
+    return jax.tree_util.tree_map_with_path(lies, params, param_axes(params))
 
 
 def check_heads(placement: Placement, config: ModelConfig) -> None:
