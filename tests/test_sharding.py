@@ -1,4 +1,4 @@
-"""What lies on many devices is what lies on one, but for the order of sums: on fake devices, in a process of its own."""
+"""Many devices compute what one does, but for the order of sums: fake devices, in a process of their own."""
 
 import json
 import os
@@ -10,7 +10,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from sharded_process import DIM, GENERATES, TARGET_VOCAB, TRAINS, model_config
+from sharded_process import DIM, GENERATES, TARGET_VOCAB, TRAINS, batch_of, model_config
 from tiny_run import tiny_config
 
 from tfm.axis_rules import DEFAULT_RULES, LOGICAL_AXES, parse_rules, rule_problem
@@ -113,15 +113,13 @@ def test_a_state_goes_from_mesh_to_mesh_unchanged(results):
 
 
 def test_the_loop_goes_on_on_another_mesh(results):
-    alone, spread = (
-        {row["step"]: row for row in results.facts["loop"][name] if row["split"] == "train"}
-        for name in ("one", "eight")
-    )
+    rows = [results.facts["loop"][name] for name in ("one", "eight")]
+    alone, spread = ({row["step"]: row for row in run if row["split"] == "train"} for run in rows)
     assert sorted(alone) == sorted(spread) == list(range(1, 9))
     for step, row in alone.items():
         assert spread[step]["loss"] == pytest.approx(row["loss"], rel=1e-5)
         assert spread[step]["padding_share"] == row["padding_share"]
-    alone, spread = (results.facts["loop"][name][-1] for name in ("one", "eight"))
+    alone, spread = (run[-1] for run in rows)
     assert spread["split"] == "validation"
     assert spread["loss"] == pytest.approx(alone["loss"], rel=1e-5)
     assert spread["samples"] == alone["samples"]
@@ -211,9 +209,9 @@ def test_a_head_is_not_cut_in_two():
     "changes",
     [
         dict(gated=True, norm="rmsnorm", use_bias=False),
-        dict(positions="learned", shared_embeddings="target"),
+        dict(positions="learned", shared_embeddings="target-output"),
         dict(positions="t5-bias", architecture="decoder-only", target_vocab_size=24),
-        dict(architecture="recurrent", shared_embeddings="target", encoder_layers=1),
+        dict(architecture="recurrent", shared_embeddings="target-output", encoder_layers=1),
         dict(architecture="recurrent", bidirectional=True),
     ],
 )
@@ -234,7 +232,7 @@ def test_a_parameter_of_no_model_is_named():
 
 
 def test_without_a_placement_nothing_is_done():
-    x, batch = jax.numpy.ones((3, 2)), object()
+    x, batch = jax.numpy.ones((3, 2)), batch_of(model_config())
     assert constrain(None, x, "batch", "embed") is x
     assert place_batch(None, batch) is batch
 

@@ -13,7 +13,7 @@ from typing import TypeVar
 import jax
 import numpy as np
 from jax.experimental import mesh_utils
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from tfm.axes import Array
 from tfm.axis_rules import DEFAULT_RULES, LOGICAL_AXES, MESH_AXES, LogicalAxis, Rules, rule_problem
@@ -28,7 +28,7 @@ class Placement:
     Frozen and hashable: a model holds it as it holds its config, and is compiled once for each.
     """
 
-    mesh: Mesh
+    mesh: Mesh | AbstractMesh
     rules: tuple[tuple[LogicalAxis, tuple[str, ...]], ...]
     """One for each logical axis."""
 
