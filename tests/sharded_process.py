@@ -172,7 +172,7 @@ def loop_rows(folder: Path) -> dict[str, list[dict]]:
         for steps, mesh in zip((8,) if meshes == [None] else (4, 8), meshes, strict=True):
             config = tiny_config(
                 folder, steps=steps, log_every_steps=1, dtype="float32",
-                validation=dict(every_steps=8, max_examples=2, samples=1),
+                batch=dict(max_shapes=1), validation=dict(every_steps=8, max_examples=2, samples=1),
                 optimizer=dict(schedule="constant", warmup_steps=0),
                 mesh=MeshConfig() if mesh is None else MeshConfig(**mesh, rules=("vocab=",)),
             )  # fmt: skip
