@@ -164,6 +164,11 @@ def _placement(config: TrainConfig) -> Placement | None:
     return placement
 
 
+def _mesh_words(placement: Placement) -> str:
+    sizes = " × ".join(f"{name} {size}" for name, size in placement.mesh.shape.items())
+    return f"{placement.mesh.size} ({sizes})"
+
+
 def _schedule_note(old: TrainConfig, new: TrainConfig) -> str | None:
     """What other steps mean for a schedule that ends with them; see `train.config.RESUME_MAY_CHANGE`."""
     if old.steps == new.steps or new.optimizer.schedule not in ("cosine", "linear"):
@@ -267,8 +272,10 @@ class _Session:
         if self._prepared.examples and (how := signature(metric, self._prepared.examples.references)):
             tell(f"{metric} is {how}")
         device = jax.devices()[0]
+        spread = "" if self._placement is None else f" {_mesh_words(self._placement)} of"
         tell(
-            f"{count_params(self._state.params):,} parameters; on {device.device_kind} in {compute_dtype(config.dtype)}"
+            f"{count_params(self._state.params):,} parameters; on{spread} {device.device_kind} in "
+            f"{compute_dtype(config.dtype)}"
         )
         if self._step:
             tell(f"going on with {self._folder.path} at step {self._step:,} of {config.steps:,}")
