@@ -206,11 +206,12 @@ recipe = load_recipe("g2p-demo")
 settings = "--steps 1000 --optimizer.warmup_steps 100 --validation.every_steps 250"
 if SMALL:
     settings = (
-        "--steps 250 --model.preset tiny --batch.tokens 1024 --batch.max_shapes 2 --optimizer.learning_rate 4e-3 "
-        "--optimizer.warmup_steps 25 --validation.every_steps 125 --validation.max_examples 300"
+        "--steps 200 --model.preset tiny --model.decoder_layers 1 --batch.tokens 768 --batch.max_shapes 1 "
+        "--optimizer.learning_rate 4e-3 --optimizer.warmup_steps 20 --validation.every_steps 200 "
+        "--validation.metric loss"
     )
 config = apply_overrides(recipe, settings.split())  # as on the command line: tfm train g2p-demo --steps …
-RUN = Path("runs/g2p-small" if SMALL else "runs/g2p")
+RUN = Path("runs/attention-small" if SMALL else "runs/g2p")
 outcome = train(config, RUN, reporter=Reporter(Console(quiet=True)))  # goes on with a run that is there; made, it stays
 model = tfm.load(RUN / "best", weights="float32")
 print(model, "·", outcome.metrics)

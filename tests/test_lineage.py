@@ -51,6 +51,16 @@ def test_claims_as_computed_by_hand():
     assert not list(lineage_report.claims(records[:3]))
 
 
+@pytest.mark.parametrize(
+    "written", ['{"record": "err', '{"record": "errors", "errors": {"5-15": {"ter": 1}', '{"b": 2}']
+)
+def test_a_line_that_is_not_whole_is_measured_again(written, tmp_path):
+    path = tmp_path / "results.jsonl"
+    path.write_text('{"a": 1}\n' + written)
+    lineage.Ledger(path).add({"c": 3})
+    assert lineage.Ledger(path).records == [{"a": 1}, {"c": 3}]
+
+
 @pytest.mark.usefixtures("compile_fast")
 @pytest.mark.slow
 def test_measures_and_does_not_measure_twice(tmp_path, capsys, monkeypatch):

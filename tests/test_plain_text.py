@@ -170,6 +170,16 @@ def test_the_halves_of_held_out_blocks_are_prompts_and_what_follows():
 
 
 @pytest.mark.parametrize(
+    ("text", "block_tokens"), [("abc" + "😀" * 40, 16), ("the cat sat\n", 1)], ids=["emoji", "one"]
+)
+def test_halves_of_characters_make_no_prompt_that_is_too_long(text, block_tokens):
+    blocks = encode_texts((text,), BPE, block_tokens)
+    halves = prompts_with_continuations(blocks, BPE, 99)
+    assert len(halves) < len(blocks)
+    assert all(len(BPE.encode(first)) + 1 <= block_tokens for first, _ in halves)
+
+
+@pytest.mark.parametrize(
     ("content", "message"),
     [
         (b"", "book.txt: expected text, got an empty file"),

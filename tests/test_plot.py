@@ -109,6 +109,11 @@ class TestAttention:
         with pytest.raises(ValueError, match=message):
             plot.attention_map(model, TEXT, ANSWER, **options)
 
+    def test_a_language_model_is_refused(self):
+        model = make_model(CONFIG.replace(architecture="decoder-only", max_source_length=0))
+        with pytest.raises(ValueError, match="expected a model that answers texts, got a language model"):
+            plot.attention_map(model, TEXT, ANSWER, of="self")
+
     def test_a_heat_map_has_as_many_labels_as_rows_and_columns(self):
         with pytest.raises(ValueError, match=r"expected weights of 1 rows and 2 columns, as labels, got \(2, 2\)"):
             plot.heat_map(np.eye(2), ["a"], ["b", "c"])
@@ -160,22 +165,43 @@ class TestLearningCurves:
 
     def test_what_was_not_finite_is_a_gap_and_a_line_that_is_not_whole_is_left_out(self, tmp_path):
         run = write_run(tmp_path / "run", RECORD)
-        with (run / "metrics.jsonl").open("a") as file:
-            file.write('{"step": 15, "spl')
+        with (run / "metrics.jsonl").open("ab") as file:
+            file.write('{"step": 15, "samples": [{"source": "ü'.encode()[:-1])
         assert np.array_equal(curves(plot.learning_curves(run))["train"][1], [9.0, np.nan], equal_nan=True)
 
     @pytest.mark.parametrize(
         ("text", "message"),
-        [("nonsense\n", "line 1: expected JSON, got 'nonsense"), ("[1]\n", "expected a row with step and split")],
+        [
+            (b"nonsense\n", "line 1: expected JSON, got 'nonsense"),
+            (b"[1]\n", "expected a row with step and split"),
+            (b'"\xff"\n', "line 1: expected JSON, got '\"\N{REPLACEMENT CHARACTER}"),
+        ],
     )
     def test_a_line_that_is_no_row_is_named(self, tmp_path, text, message):
         run = write_run(tmp_path / "run", [])
-        (run / "metrics.jsonl").write_text(text)
+        (run / "metrics.jsonl").write_bytes(text)
         with pytest.raises(ValueError, match=message):
             plot.learning_curves(run)
 
+    def test_only_a_line_feed_ends_a_row(self, tmp_path):
+        sample = {"step": 12, "split": "validation", "perplexity": 6.0, "samples": [{"source": "a\u2028b\x85"}]}
+        run = write_run(tmp_path / "run", [])
+        rows = [json.dumps(row, ensure_ascii=False) + "\n" for row in (sample, *RECORD)]
+        (run / "metrics.jsonl").write_text("".join(rows), encoding="utf-8")
+        assert len(plot.read_metrics(run)) == 1 + len(RECORD)
+
+    def test_every_name_is_shown_as_it_is(self, tmp_path):
+        figure = plot.learning_curves({"$\\a$": write_run(tmp_path / "run", RECORD)} | {"_b": tmp_path / "run"})
+        figure.savefig(tmp_path / "names.png")
+        shown = [text.get_text() for text in figure.axes[0].get_legend().get_texts()]
+        assert [label.lstrip() for label in shown][2:] == ["_b, train", "_b, validation"]
+        plot.cache_growth({"$\\a$": tiny_config()}, [4], source_length=5).savefig(tmp_path / "growth.png")
+
     def test_what_cannot_be_drawn_is_said(self, tmp_path):
         run = write_run(tmp_path / "run", RECORD)
+        tested = write_run(tmp_path / "tested", [{"step": 5, "split": "test", "seconds": 1.0, "wer": 2.0}])
+        with pytest.raises(ValueError, match=r"run tested has recorded \(nothing yet\), got 'wer'"):
+            plot.learning_curves(tested, metric="wer")
         with pytest.raises(ValueError, match=r"run run has recorded \(grad_norm, perplexity, wer\), got 'bleu'"):
             plot.learning_curves(run, metric="bleu")
         with pytest.raises(ValueError, match=r"recorded \(nothing yet\)"):
@@ -271,6 +297,10 @@ class TestCacheGrowth:
     def test_what_cannot_be_drawn_is_said(self):
         with pytest.raises(ValueError, match="expected at least one model and one length, got 1 and 0"):
             plot.cache_growth(tiny_config(), [])
+        with pytest.raises(ValueError, match="expected lengths of at least 1, got 0"):
+            plot.cache_growth(tiny_config(), [4, 0])
+        with pytest.raises(ValueError, match="expected a batch of at least 1, got -1"):
+            plot.cache_growth(tiny_config(), [4], batch=-1, source_length=5)
         with pytest.raises(ValueError, match="expected a cache capacity of at most 32"):
             plot.cache_growth(tiny_config(), [33], source_length=5)
 

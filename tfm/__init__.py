@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from tfm.nn.transformer import DecoderOnly, EncoderDecoder
     from tfm.pairs import Alignment, PairScore
     from tfm.pipeline import TextModel, load
+    from tfm.sharding import Placement, make_placement
     from tfm.store import StoredModel, load_model, save_model
     from tfm.text_constraints import TextConstraints
     from tfm.tokenizer import Tokenizer
@@ -55,6 +56,7 @@ _HOMES = {
     "tfm.nn.transformer": ("DecoderOnly", "EncoderDecoder"),
     "tfm.pairs": ("Alignment", "PairScore"),
     "tfm.pipeline": ("TextModel", "load"),
+    "tfm.sharding": ("Placement", "make_placement"),
     "tfm.store": ("StoredModel", "load_model", "save_model"),
     "tfm.text_constraints": ("TextConstraints",),
     "tfm.tokenizer": ("Tokenizer",),
@@ -71,6 +73,7 @@ __all__ = [  # noqa: RUF022 - grouped by module, as above
     "DecoderOnly", "EncoderDecoder", "Recurrent", "build_model",
     "Alignment", "PairScore",
     "Answer", "TextModel", "load",
+    "Placement", "make_placement",
     "StoredModel", "load_model", "save_model",
     "TextConstraints", "Tokenizer",
 ]  # fmt: skip

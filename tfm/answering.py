@@ -267,8 +267,12 @@ class Engine:
         jax.block_until_ready(generate_rows(*self._rows(asked, Batch([], shape, 0)), capacity=shape.capacity))
 
     def _rows(self, asked: Asked, batch: Batch) -> tuple[Any, ...]:
-        """What a batch is run with; rows beyond its texts hold one padding token and generate nothing."""
-        rows, indices = batch.shape.rows, batch.indices
+        """What a batch is run with; rows beyond its texts hold one padding token and generate nothing.
+
+        On many devices there are as many rows on each.
+        """
+        pieces = 1 if self.model.placement is None else self.model.placement.pieces("batch")
+        rows, indices = -(-batch.shape.rows // pieces) * pieces, batch.indices
         padded = np.full((rows, batch.shape.source_length), self.config.pad_id, np.int32)
         prompt = np.full((rows, batch.shape.prompt_length), self.config.start_id, np.int32)
         nothing = min(batch.shape.source_length, 1)

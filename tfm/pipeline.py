@@ -43,6 +43,7 @@ from tfm.nn.layers import compute_dtype
 from tfm.nn.models import Model, build_model
 from tfm.nn.params import Params, Weights, prepare_for_inference
 from tfm.pairs import Alignment, PairScore, Side, align_pairs, check_lengths, check_texts, score_pairs
+from tfm.sharding import Placement
 from tfm.store import check_params, check_tokenizers, load_model, save_model
 from tfm.text_constraints import EachText, TextConstraints
 from tfm.tokenizer import Tokenizer
@@ -67,8 +68,9 @@ def load(
     attention_kernel: Kernel = "auto",
     max_batch: SupportsIndex = 64,
     max_batch_tokens: SupportsIndex = 16_384,
+    placement: Placement | None = None,
 ) -> "TextModel":
-    """Loads a model folder, as training and `save_model` write it, onto the default device.
+    """Loads a model folder, as training and `save_model` write it, onto the default device or those of a placement.
 
     Args:
         folder: the model folder.
@@ -77,6 +79,7 @@ def load(
         attention_kernel: see `tfm.nn.attention`.
         max_batch: the most texts in one batch.
         max_batch_tokens: the most tokens in one batch.
+        placement: from `tfm.make_placement`: how the model lies on many devices.
 
     Raises:
         ValueError: what is wrong with the folder.
@@ -92,6 +95,7 @@ def load(
         attention_kernel=attention_kernel,
         max_batch=max_batch,
         max_batch_tokens=max_batch_tokens,
+        placement=placement,
     )
 
 
@@ -110,6 +114,7 @@ class TextModel:
         attention_kernel: Kernel = "auto",
         max_batch: SupportsIndex = 64,
         max_batch_tokens: SupportsIndex = 16_384,
+        placement: Placement | None = None,
     ) -> None:
         """Joins the parts.
 
@@ -128,10 +133,11 @@ class TextModel:
             max_batch: the most texts in one batch, rounded down to a power of two. More are cut into several batches.
             max_batch_tokens: the most tokens in one batch, padded source and cache capacity together, which bounds the
                 memory that a batch takes; but one text always is a batch.
+            placement: how parameters, batches and caches lie on many devices; None: on the default device.
 
         Raises:
-            ValueError: weights or a cache that there are not, or parameters or tokenizers that do not belong to
-                `config`.
+            ValueError: weights or a cache that there are not, parameters or tokenizers that do not belong to `config`,
+                or parameters that cannot be cut as the placement says.
         """
         max_batch = _at_least_one("max_batch", max_batch)
         max_batch_tokens = _at_least_one("max_batch_tokens", max_batch_tokens)
@@ -146,8 +152,10 @@ class TextModel:
         self.target_tokenizer = target_tokenizer
         self.weights: Weights = "int8" if weights == "int8" else compute_dtype(weights)
         dtype = "auto" if weights == "int8" else weights
-        self.model: Model = build_model(config, dtype=dtype, attention_kernel=attention_kernel, cache_dtype=cache)
-        self.prepared_params = prepare_for_inference(params, self.weights)
+        self.model: Model = build_model(
+            config, dtype=dtype, attention_kernel=attention_kernel, cache_dtype=cache, placement=placement
+        )
+        self.prepared_params = prepare_for_inference(params, self.weights, placement)
         """The same on the device, as `weights` says: what answers are made with."""
         self._engine = Engine(
             config,
@@ -429,7 +437,7 @@ class TextModel:
         check_params(self.config, params)
         other = copy.copy(self)
         other.params = params
-        other.prepared_params = prepare_for_inference(params, self.weights)
+        other.prepared_params = prepare_for_inference(params, self.weights, self.model.placement)
         other._engine = dataclasses.replace(self._engine, params=other.prepared_params)
         return other
 

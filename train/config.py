@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
+from tfm.axis_rules import parse_rules, rule_problem
 from tfm.config import PRESETS, ModelConfig
 from train import schema
 from train.schema import ConfigError
@@ -205,6 +206,31 @@ class CheckpointConfig(schema.Section, prefix="checkpoint."):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class MeshConfig(schema.Section, prefix="mesh."):
+    """How a run is spread over devices, whose number is data × fsdp × tensor. May change when it is resumed."""
+
+    data: int = 0
+    """Copies of the model, each of which takes its part of a batch; 0: as many as there are devices for."""
+    fsdp: int = 1
+    """Parts of a batch, and of each parameter and its moments, which come together where they are multiplied."""
+    tensor: int = 1
+    """Parts of each layer: heads, hidden units, vocabulary."""
+    rules: tuple[str, ...] = ()
+    """Changes to what is cut over what, as in ["vocab="] for vocabularies that stay whole, or ["batch=data"]; see
+    `tfm.axis_rules`."""
+
+    def problems(self) -> Iterator[str]:
+        yield from schema.at_least(self, 0, "data")
+        yield from schema.at_least(self, 1, "fsdp", "tensor")
+        try:
+            problem = rule_problem(parse_rules(self.rules))
+        except ValueError as error:
+            problem = str(error)
+        if problem:
+            yield f"rules: {problem}"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class TrainConfig(schema.Section, prefix=""):
     """Everything that decides a run. The vocabulary sizes and special ids of `model` come from the tokenizers."""
 
@@ -216,6 +242,7 @@ class TrainConfig(schema.Section, prefix=""):
     loss: LossConfig = LossConfig()
     validation: ValidationConfig = ValidationConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
+    mesh: MeshConfig = MeshConfig()
     steps: int = 10_000
     """Updates of the parameters."""
     seed: int = 0
@@ -292,7 +319,7 @@ FROM_TOKENIZERS = (
 
 RESUME_MAY_CHANGE = frozenset({
     "steps", "log_every_steps", "max_bad_steps", "checkpoint.every_steps", "checkpoint.keep", "validation.every_steps",
-    "validation.patience", "validation.samples",
+    "validation.patience", "validation.samples", "mesh.data", "mesh.fsdp", "mesh.tensor", "mesh.rules",
 })  # fmt: skip
 """Settings that may differ when a run is resumed.
 

@@ -1,6 +1,10 @@
-"""Which kind of device JAX computes on."""
+"""Which devices JAX computes on."""
 
 import jax
+
+from tfm.axis_rules import parse_rules
+from tfm.sharding import Placement, make_placement
+from train.config import MeshConfig
 
 _ALIASES = {"cuda": "gpu", "rocm": "gpu"}
 
@@ -24,6 +28,21 @@ def use_device(platform: str) -> None:
     if found != _ALIASES.get(platform, platform):  # another one was there before
         jax.config.update("jax_platforms", before)
         raise ValueError(f"no device {platform!r} here: JAX computes on {found} in this process already")
+
+
+def placement_of(config: MeshConfig) -> Placement | None:
+    """The mesh of all devices that a run asks for; None where there is one.
+
+    Raises:
+        ValueError: the product of its sizes is not the number of devices.
+    """
+    try:
+        placement = make_placement(
+            data=config.data, fsdp=config.fsdp, tensor=config.tensor, rules=parse_rules(config.rules)
+        )
+    except ValueError as error:
+        raise ValueError(f"mesh: {error}") from error
+    return None if placement.mesh.size == 1 else placement
 
 
 def _present() -> str:

@@ -21,20 +21,23 @@ import jax
 from tfm.batch import Batch
 from tfm.nn.layers import compute_dtype
 from tfm.nn.models import build_model
-from tfm.nn.params import count_params
+from tfm.nn.param_axes import check_heads, param_shardings
+from tfm.nn.params import count_params, param_shapes
 from tfm.pipeline import TextModel
+from tfm.sharding import Placement
 from tfm.store import check_replaceable, save_model
 from tfm.text_metrics import HIGHER_IS_BETTER, signature
 from tfm.tokenizer import Tokenizer
 from train.checkpoint import Checkpoints, Progress
 from train.config import RESUME_MAY_CHANGE, TrainConfig, changed_fields, to_json, with_absolute_paths
+from train.device import placement_of
 from train.evaluate import evaluate, held_out_loss
 from train.instruments import Clock, Compilations, Made, Window, count_positions
 from train.optimizer import make_optimizer
 from train.prepare import Prepared, prepare, with_tokenizers
 from train.run_folder import RunFolder
 from train.signals import Signals, StopReason
-from train.step import StepMetrics, init_state, make_eval_step, make_train_step
+from train.step import StepMetrics, init_state, make_eval_step, make_train_step, place_batch
 
 Reason = Literal["steps", "patience"] | StopReason
 
@@ -127,16 +130,17 @@ def train(config: TrainConfig, run_dir: str | Path, *, reporter: Reports) -> Out
                     f"the run in {folder.path} is complete ({_words(outcome, config.validation.metric)}): nothing to do"
                 )
                 return outcome
-            session = _Session(prepare(config, tokenizers), folder, checkpoints, reporter, signals)
+            placement = _placement(config)
+            session = _Session(prepare(config, tokenizers), placement, folder, checkpoints, reporter, signals)
             session.restore()
             if note := _schedule_note(before, config):
                 reporter.warn(note)
         else:
             prepared = prepare(config)
-            config = prepared.config
+            config, placement = prepared.config, _placement(prepared.config)
             made = (prepared.source_tokenizer, prepared.target_tokenizer)
             folder.create(config, *made)
-            session = _Session(prepared, folder, open_checkpoints(made), reporter, signals)
+            session = _Session(prepared, placement, folder, open_checkpoints(made), reporter, signals)
         return session.run()
 
 
@@ -149,6 +153,20 @@ def _check_changes(folder: RunFolder, before: TrainConfig, config: TrainConfig) 
             f"new run, or go on with the settings it has: tfm train --run {shlex.quote(str(folder.path))}. Only "
             f"{', '.join(sorted(RESUME_MAY_CHANGE))} may change"
         )
+
+
+def _placement(config: TrainConfig) -> Placement | None:
+    """How the run lies on the devices. Raises ValueError where it cannot, before anything has been made."""
+    placement = placement_of(config.mesh)
+    if placement is not None:
+        check_heads(placement, config.model)
+        param_shardings(placement, param_shapes(config.model))
+    return placement
+
+
+def _mesh_words(placement: Placement) -> str:
+    sizes = " × ".join(f"{name} {size}" for name, size in placement.mesh.shape.items())
+    return f"{placement.mesh.size} ({sizes})"
 
 
 def _schedule_note(old: TrainConfig, new: TrainConfig) -> str | None:
@@ -168,6 +186,7 @@ class _Session:
     def __init__(
         self,
         prepared: Prepared,
+        placement: Placement | None,
         folder: RunFolder,
         checkpoints: Checkpoints,
         reporter: Reports,
@@ -176,7 +195,8 @@ class _Session:
         self._prepared = prepared
         self._config = config = prepared.config
         self._folder, self._checkpoints, self._reporter, self._signals = folder, checkpoints, reporter, signals
-        model = build_model(config.model, dtype=config.dtype)
+        self._placement = placement
+        model = build_model(config.model, dtype=config.dtype, placement=placement)
         optimizer = make_optimizer(config.optimizer, config.steps)
         self._train_step = make_train_step(model, optimizer, config)
         self._eval_step = make_eval_step(model)
@@ -252,8 +272,10 @@ class _Session:
         if self._prepared.examples and (how := signature(metric, self._prepared.examples.references)):
             tell(f"{metric} is {how}")
         device = jax.devices()[0]
+        spread = "" if self._placement is None else f" {_mesh_words(self._placement)} of"
         tell(
-            f"{count_params(self._state.params):,} parameters; on {device.device_kind} in {compute_dtype(config.dtype)}"
+            f"{count_params(self._state.params):,} parameters; on{spread} {device.device_kind} in "
+            f"{compute_dtype(config.dtype)}"
         )
         if self._step:
             tell(f"going on with {self._folder.path} at step {self._step:,} of {config.steps:,}")
@@ -271,8 +293,9 @@ class _Session:
             batch = next(self._batches)
             self._meet(batch)
             begun, compilations = time.monotonic(), self._compilations.count
+            placed = place_batch(self._placement, batch, accumulation_steps=config.batch.accumulation_steps)
             with self._compilations.counted():
-                self._state, metrics = self._train_step(self._state, batch)
+                self._state, metrics = self._train_step(self._state, placed)
             if self._compilations.count > compilations:
                 self._clock.leave_out(time.monotonic() - begun)
             self._step += 1
@@ -333,7 +356,8 @@ class _Session:
         assert prepared.validation is not None
         with self._clock.paused():
             held_out = prepared.validation
-            metrics = held_out_loss(self._eval_step, self._state.params, held_out, text_bytes=held_out.text_bytes)
+            batches = (place_batch(self._placement, batch) for batch in held_out)
+            metrics = held_out_loss(self._eval_step, self._state.params, batches, text_bytes=held_out.text_bytes)
             row: dict[str, Any] = {"step": self._step, "split": "validation", **metrics}
             if len(prepared.examples):
                 evaluation = evaluate(
@@ -371,6 +395,7 @@ class _Session:
                 prepared.source_tokenizer,
                 prepared.target_tokenizer,
                 weights=self._config.dtype,
+                placement=self._placement,
             )
         return self._text_model.replace_params(self._state.params)
 

@@ -127,11 +127,16 @@ def encode_texts(texts: Texts, tokenizer: Tokenizer, block_tokens: int) -> TextB
 
 
 def prompts_with_continuations(blocks: TextBlocks, tokenizer: Tokenizer, count: int) -> list[tuple[str, str]]:
-    """The text of the first half of so many blocks, spread evenly, and that of the second half."""
+    """The text of the first half of so many blocks, spread evenly, and that of the second half.
+
+    A half that is no prompt is left out: what a cut leaves of a character is read again as up to three tokens a byte,
+    which can be more than a block has room for.
+    """
     places = [place * len(blocks) // count for place in range(min(count, len(blocks)))] if count else []
     halves = []
     for place in places:
         ids = blocks.ids[place * blocks.block_tokens : (place + 1) * blocks.block_tokens]
         first, second = (tokenizer.decode(half) for half in np.array_split(ids, 2))
-        halves.append((first, second))
+        if len(tokenizer.encode(first)) < blocks.block_tokens:  # a start token comes before it
+            halves.append((first, second))
     return halves

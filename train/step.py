@@ -6,17 +6,22 @@ to read, and when.
 
 import dataclasses
 import typing
+from collections.abc import Callable
 from typing import Any
 
 import flax.struct
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
+from jax.sharding import NamedSharding, PartitionSpec
 
 from tfm.axes import Array, Bool, Float, Int, KeyArray, Shaped
 from tfm.batch import Batch
 from tfm.nn.models import Model
+from tfm.nn.param_axes import param_shardings
 from tfm.nn.params import init_params
+from tfm.sharding import Placement, constrain_tree
 from train.config import LossConfig, TrainConfig
 from train.loss import LossSums, batch_loss
 from train.optimizer import make_schedule
@@ -61,10 +66,24 @@ class StepMetrics:
 
 
 def init_state(model: Model, optimizer: optax.GradientTransformation, config: TrainConfig) -> TrainState:
-    """A run's first state, made on the device by one jitted function.
+    """A run's first state, made by one jitted function, and with the model's placement in pieces from the first byte.
 
     Parameters and dropout depend on `config.seed` alone; `config.dropout_bits` names the dropout key's kind.
+
+    Raises:
+        ValueError: a parameter that cannot be cut as the placement says.
     """
+    init, keys = _initialisation(model, optimizer, config)
+    # The keys are arguments: as constants they would have the compiler compute the parameters.
+    if model.placement is None:
+        return jax.jit(init)(*keys)
+    return jax.jit(init, out_shardings=_state_shardings_of(model, optimizer, config))(*keys)
+
+
+def _initialisation(
+    model: Model, optimizer: optax.GradientTransformation, config: TrainConfig
+) -> tuple[Callable[[KeyArray, KeyArray], TrainState], tuple[KeyArray, KeyArray]]:
+    """The function that makes a first state, and its arguments."""
     dropout_key = jax.random.key(config.seed, impl=_KEY_IMPLEMENTATIONS[config.dropout_bits])
 
     def init(params_key: KeyArray, dropout_key: KeyArray) -> TrainState:
@@ -79,8 +98,66 @@ def init_state(model: Model, optimizer: optax.GradientTransformation, config: Tr
             skipped_in_row=jnp.zeros((), jnp.int32),
         )
 
-    # The keys are arguments: as constants they would have the compiler compute the parameters.
-    return jax.jit(init)(jax.random.key(config.seed, impl="threefry2x32"), dropout_key)
+    return init, (jax.random.key(config.seed, impl="threefry2x32"), dropout_key)
+
+
+def _state_shardings_of(model: Model, optimizer: optax.GradientTransformation, config: TrainConfig) -> Any:
+    """`state_shardings` of the states of a run; None without a placement."""
+    if model.placement is None:
+        return None
+    init, keys = _initialisation(model, optimizer, config)
+    return state_shardings(model.placement, jax.eval_shape(init, *keys))
+
+
+def state_shardings(placement: Placement, state: TrainState) -> TrainState:
+    """How a state lies: parameters by `tfm.nn.param_axes`, all that the optimizer has of a parameter like it, and the
+    rest on every device.
+
+    Adafactor's rows and columns lie as the parameter without the axis that they are a mean over.
+
+    Args:
+        placement: the mesh and its rules.
+        state: arrays, or anything with their shapes.
+
+    Raises:
+        ValueError: a parameter that cannot be cut so; it says which, its axis and the sizes.
+    """
+    shardings = param_shardings(placement, state.params)
+    known = {
+        jax.tree_util.keystr(path): (leaf.shape, sharding)
+        for (path, leaf), sharding in zip(
+            jax.tree_util.tree_leaves_with_path(state.params), jax.tree.leaves(shardings), strict=True
+        )
+    }
+
+    def like_its_parameter(path: tuple[Any, ...], leaf: Any) -> NamedSharding:
+        for start in range(len(path)):
+            if (found := known.get(jax.tree_util.keystr(path[start:]))) is not None:
+                shape, sharding = found
+                if leaf.shape == shape:
+                    return sharding
+                # Of a square matrix, rows are means over the last axis and columns over the first.
+                axes = range(len(shape)) if "v_col" in jax.tree_util.keystr(path[:start]) else range(len(shape))[::-1]
+                for axis in axes:
+                    if leaf.shape == (*shape[:axis], *shape[axis + 1 :]) and len(shape) > 1:
+                        cuts = [*sharding.spec, *[None] * (len(shape) - len(sharding.spec))]
+                        return NamedSharding(placement.mesh, PartitionSpec(*cuts[:axis], *cuts[axis + 1 :]))
+        return placement.whole
+
+    rest = jax.tree_util.tree_map_with_path(like_its_parameter, dataclasses.replace(state, params=None))
+    return dataclasses.replace(rest, params=shardings)
+
+
+def place_batch(placement: Placement | None, batch: Batch, *, accumulation_steps: int = 1) -> Batch:
+    """A batch of the host on the devices, cut by rows; without a placement as it is.
+
+    Empty rows of weight 0 are added, so that each device has as many in every slice of `accumulation_steps`.
+    """
+    if placement is None:
+        return batch
+    missing = -batch.source.shape[0] % (placement.pieces("batch") * accumulation_steps)
+    padded = jax.tree.map(lambda rows: np.pad(rows, [(0, missing)] + [(0, 0)] * (rows.ndim - 1)), batch)
+    return jax.device_put(padded, placement.rows)
 
 
 def make_train_step(model: Model, optimizer: optax.GradientTransformation, config: TrainConfig) -> jax.stages.Wrapped:
@@ -111,7 +188,11 @@ def make_train_step(model: Model, optimizer: optax.GradientTransformation, confi
             sums = batch_loss(model, params, batch, config.loss, dropout_key)
             return sums.loss_sum, sums
 
-        return jax.grad(loss_sum, has_aux=True)(params)
+        gradients, sums = jax.grad(loss_sum, has_aux=True)(params)
+        return constrain_tree(gradients, params_lie), sums
+
+    state_lies = _state_shardings_of(model, optimizer, config)
+    params_lie = None if state_lies is None else state_lies.params
 
     def accumulated_sums(params: Any, batch: Batch, dropout_key: KeyArray) -> tuple[Any, LossSums]:
         if slices == 1:
@@ -162,13 +243,15 @@ def make_train_step(model: Model, optimizer: optax.GradientTransformation, confi
             finite=finite,
         )
 
-    return jax.jit(train_step, donate_argnames="state")
+    if model.placement is None:
+        return jax.jit(train_step, donate_argnames="state")
+    return jax.jit(train_step, donate_argnames="state", out_shardings=(state_lies, model.placement.whole))
 
 
 def make_eval_step(model: Model) -> jax.stages.Wrapped:
     """The jitted function (params, batch) → `LossSums`, without dropout, smoothing and z-loss: both sums are the nll's.
 
-    Sums of several batches are added and divided once.
+    Sums of several batches are added and divided once. On many devices batches come from `place_batch`.
     """
     config = LossConfig(label_smoothing=0.0, z_loss=0.0)
 

@@ -19,10 +19,11 @@ import jax.numpy as jnp
 from tfm.axes import Array, Float, Int, KeyArray
 from tfm.config import ModelConfig
 from tfm.nn import layers
-from tfm.nn.cache import Int8Vectors, KeysValues
+from tfm.nn.cache import Int8Vectors, KeysValues, placed
 from tfm.nn.masks import Visible
 from tfm.nn.plain_attention import attention_weights, plain_attention
 from tfm.nn.positions import rotate
+from tfm.sharding import Placement, constrain
 
 Kernel = Literal["auto", "plain", "xla", "cudnn"]
 KERNELS: tuple[Kernel, ...] = ("auto", "plain", "xla", "cudnn")
@@ -175,6 +176,7 @@ class Attention(nn.Module):
     config: ModelConfig
     dtype: layers.Dtype = "float32"
     kernel: Kernel = "auto"
+    placement: Placement | None = None
 
     def setup(self) -> None:
         config = self.config
@@ -255,6 +257,7 @@ class Attention(nn.Module):
             dropout_key=self.make_rng("dropout") if drops else None,
             kernel=self.kernel,
         )
+        mixed = constrain(self.placement, mixed, "batch", None, "heads", None)
         return self.output(mixed.reshape(*query.shape[:2], -1))
 
     def weights(
@@ -277,11 +280,12 @@ class Attention(nn.Module):
         return 1 / math.sqrt(self.config.head_size) if self.config.scale_attention else 1.0
 
     def _as_queries(self, query: Array, rotary_positions: Array | None) -> Array:
-        return self._rotate(self._in_heads(query), rotary_positions)
+        heads = constrain(self.placement, self._in_heads(query), "batch", None, "heads", None)
+        return self._rotate(heads, rotary_positions)
 
     def _as_keys_values(self, key: Array, value: Array, rotary_positions: Array | None) -> KeysValues:
         keys, values = self._rotate(self._in_heads(key), rotary_positions), self._in_heads(value)
-        return KeysValues(jnp.swapaxes(keys, 1, 2), jnp.swapaxes(values, 1, 2))
+        return placed(KeysValues(jnp.swapaxes(keys, 1, 2), jnp.swapaxes(values, 1, 2)), self.placement)
 
     def _in_heads(self, x: Array) -> Array:
         return x.reshape(*x.shape[:2], -1, self.config.head_size)

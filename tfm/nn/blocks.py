@@ -11,6 +11,7 @@ from tfm.nn import layers
 from tfm.nn.attention import Attention, Kernel
 from tfm.nn.cache import KeysValues
 from tfm.nn.masks import Visible
+from tfm.sharding import Placement, constrain
 
 
 class Block(nn.Module):
@@ -19,18 +20,23 @@ class Block(nn.Module):
     config: ModelConfig
     dtype: layers.Dtype = "float32"
     kernel: Kernel = "auto"
+    placement: Placement | None = None
 
     def residual(self, x: Array, norm: layers.Norm, sublayer: Callable[[Array], Array]) -> Array:
         """Post-norm: LayerNorm(x + Sublayer(x)), as in the paper. Pre-norm: x + Sublayer(LayerNorm(x))."""
         if self.config.norm_position == "post":
-            return norm(x + self.dropout(sublayer(x)))
-        return x + self.dropout(sublayer(norm(x)))
+            return self._cut(norm(x + self.dropout(self._cut(sublayer(x)))))
+        return self._cut(x + self.dropout(self._cut(sublayer(norm(x)))))
+
+    def _cut(self, x: Array) -> Array:
+        """By rows: each device of a row has the whole of its residual stream."""
+        return constrain(self.placement, x, "batch", None, None)
 
     def setup(self) -> None:
         self.dropout = layers.Dropout(self.config.dropout_rate)
-        self.self_attention = Attention(self.config, self.dtype, self.kernel)
+        self.self_attention = Attention(self.config, self.dtype, self.kernel, self.placement)
         self.self_attention_norm = layers.Norm(self.config)
-        self.feed_forward = layers.FeedForward(self.config, self.dtype)
+        self.feed_forward = layers.FeedForward(self.config, self.dtype, self.placement)
         self.feed_forward_norm = layers.Norm(self.config)
 
 
@@ -61,7 +67,7 @@ class DecoderLayer(Block):
     def setup(self) -> None:
         super().setup()
         if self.has_source:
-            self.cross_attention = Attention(self.config, self.dtype, self.kernel)
+            self.cross_attention = Attention(self.config, self.dtype, self.kernel, self.placement)
             self.cross_attention_norm = layers.Norm(self.config)
 
     def cross_keys_values(self, encoded: Float[Array, "B S D"]) -> KeysValues:
@@ -88,7 +94,7 @@ class DecoderLayer(Block):
             query, seen = self.self_attention.queries_keys_values(x, rotary_positions)
             if past is not None:
                 assert first_free is not None
-                seen = caches.write(past, seen, first_free)
+                seen = caches.placed(caches.write(past, seen, first_free), self.placement)
             return self.self_attention(query, seen, visible=visible, bias=bias)
 
         x = self.residual(x, self.self_attention_norm, attend_self)

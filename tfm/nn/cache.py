@@ -31,6 +31,7 @@ from tfm.config import ModelConfig
 from tfm.nn import recurrent_cache
 from tfm.nn.recurrent_cache import RecurrentCache
 from tfm.nn.stored_vectors import CacheDtype, Int8Vectors, check_cache_dtype, no_vectors, stored, vector_bytes
+from tfm.sharding import Placement, constrain
 
 
 @typing.no_type_check  # pytrees are also built from shapes, specs and other non-arrays
@@ -196,6 +197,11 @@ def write(cache: KeysValues, new: KeysValues, starts: Int[Array, "B"]) -> KeysVa
     return jax.tree.map(
         lambda old, added: jax.vmap(write_row)(old, added, starts), cache, new.stored(typing.cast(CacheDtype, dtype))
     )
+
+
+def placed(keys_values: KeysValues, placement: Placement | None) -> KeysValues:
+    """Cut by rows and by heads, where there is a placement: in the middle of a computation."""
+    return jax.tree.map(lambda x: constrain(placement, x, "batch", "kv_heads", None, None), keys_values)
 
 
 def widen(cache: AnyCache, width: int) -> AnyCache:

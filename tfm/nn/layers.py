@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from tfm.axes import Array, Float, Int, KeyArray
 from tfm.config import Activation, ModelConfig
 from tfm.nn.products import Dtype, InOutWeight, Int8Weight, Weight, cpu_info, project
+from tfm.sharding import Placement, constrain
 
 ACTIVATIONS: dict[Activation, Callable[[Array], Array]] = {
     "relu": jax.nn.relu,
@@ -139,13 +140,14 @@ class FeedForward(nn.Module):
 
     config: ModelConfig
     dtype: Dtype = "float32"
+    placement: Placement | None = None
 
     @nn.compact
     def __call__(self, x: Float[Array, "*B D"]) -> Float[Array, "*B D"]:
         config = self.config
         linear = functools.partial(Linear, use_bias=config.use_bias, dtype=self.dtype)
-        up = linear(config.feed_forward_dim, name="up")(x)
-        gate = linear(config.feed_forward_dim, name="gate")(x) if config.gated else None
+        up = self._cut(linear(config.feed_forward_dim, name="up")(x))
+        gate = self._cut(linear(config.feed_forward_dim, name="gate")(x)) if config.gated else None
 
         def activate_and_project(self: FeedForward, up: Array, gate: Array | None) -> Array:
             activation = ACTIVATIONS[config.activation]
@@ -156,6 +158,9 @@ class FeedForward(nn.Module):
         # For the gradient, the hidden units are computed again rather than kept: they are the widest arrays of a layer,
         # and cheap to make.
         return nn.remat(activate_and_project)(self, up, gate)
+
+    def _cut(self, hidden: Array) -> Array:
+        return constrain(self.placement, hidden, "batch", *(None,) * (hidden.ndim - 2), "hidden")
 
 
 class Embedding(nn.Module):

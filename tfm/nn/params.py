@@ -12,7 +12,9 @@ import jax.numpy as jnp
 from tfm.axes import KeyArray
 from tfm.config import ModelConfig
 from tfm.nn.models import Model, build_model
+from tfm.nn.param_axes import param_shardings
 from tfm.nn.products import Int8Weight, lies_best_in_out, quantize
+from tfm.sharding import Placement, constrain_tree
 
 Params = dict[str, Any]
 
@@ -40,7 +42,7 @@ def init_params(model: Model, key: KeyArray) -> Params:
     return model.init(key, source, one_length * source.shape[1], one_token)["params"]
 
 
-def prepare_for_inference(params: Params, weights: Weights) -> Params:
+def prepare_for_inference(params: Params, weights: Weights, placement: Placement | None = None) -> Params:
     """Parameters as decoding reads them, to be passed in place of the trained ones: each matrix cast once, not a step.
 
     The matrices of a self-attention that make queries, keys and values of the same vectors become one, below each
@@ -52,20 +54,29 @@ def prepare_for_inference(params: Params, weights: Weights) -> Params:
     [in, out] where that is faster: see `tfm.nn.products.lies_best_in_out`. A recurrent cell's own matrices are
     rounded to bfloat16, too, but with "int8" stay float32.
 
+    Args:
+        params: as they were trained.
+        weights: what matrices lie in.
+        placement: how they lie on many devices. Where it cuts heads, queries', keys' and values' matrices stay apart:
+            joined, a piece of their outputs would not be whole heads of each.
+
     Raises:
-        ValueError: weights that there are not, or parameters that have been prepared already.
+        ValueError: weights that there are not, parameters that have been prepared already, or that cannot be cut so.
     """
     if weights not in typing.get_args(Weights):
         raise ValueError(f"expected weights 'float32', 'bfloat16' or 'int8', got {weights!r}")
     names = {name for path in flax.traverse_util.flatten_dict(params) for name in path}
     if names & {"query_key_value", "weight_in_out"}:
         raise ValueError("expected parameters as they were trained, got some that were prepared already")
-    return _prepare(params, weights, weights == "float32" and lies_best_in_out())
+    if placement is not None:
+        params = jax.device_put(params, param_shardings(placement, params))
+    return _prepare(params, weights, weights == "float32" and lies_best_in_out(), placement)
 
 
-@functools.partial(jax.jit, static_argnames=("weights", "in_out"))
-def _prepare(params: Params, weights: Weights, in_out: bool) -> Params:
-    params = _with_joined_projections(params)
+@functools.partial(jax.jit, static_argnames=("weights", "in_out", "placement"))
+def _prepare(params: Params, weights: Weights, in_out: bool, placement: Placement | None) -> Params:
+    if placement is None or placement.pieces("heads") == placement.pieces("kv_heads") == 1:
+        params = _with_joined_projections(params)
 
     def prepare(path: tuple[Any, ...], leaf: Any) -> Any:
         names = {key.key for key in path}
@@ -79,7 +90,7 @@ def _prepare(params: Params, weights: Weights, in_out: bool) -> Params:
     only_looked_up = {"source_embedding"} | ({"target_embedding"} if "output" in params else set())
     if in_out:
         params = {name: part if name in only_looked_up else _in_out(part) for name, part in params.items()}
-    return params
+    return params if placement is None else constrain_tree(params, param_shardings(placement, params))
 
 
 def _in_out(part: Params) -> Params:

@@ -29,6 +29,7 @@ from tfm.nn import layers
 from tfm.nn.recurrent_cache import Carry, RecurrentCache, Source, first_attentional, first_carries
 from tfm.nn.source_attention import SourceAttention
 from tfm.nn.stored_vectors import CacheDtype
+from tfm.sharding import Placement, constrain
 
 
 def make_cell(config: ModelConfig, dtype: layers.Dtype, name: str | None = None) -> nn.RNNCellBase:
@@ -255,6 +256,7 @@ class Recurrent(nn.Module):
     config: ModelConfig
     dtype: layers.Dtype = "float32"
     cache_dtype: CacheDtype = "float32"
+    placement: Placement | None = None
 
     def setup(self) -> None:
         config = self.config
@@ -269,7 +271,7 @@ class Recurrent(nn.Module):
         self.decoder = RecurrentDecoder(config, self.dtype)
 
     def embed(self, embedding: layers.Embedding, ids: Int[Array, "B T"]) -> Float[Array, "B T D"]:
-        embedded = embedding(ids)
+        embedded = constrain(self.placement, embedding(ids), "batch", None, None)
         return embedded * math.sqrt(self.config.model_dim) if self.config.scale_embeddings else embedded
 
     def logits(self, x: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
@@ -277,8 +279,10 @@ class Recurrent(nn.Module):
         if self.config.scale_logits:
             x *= 1 / math.sqrt(self.config.model_dim)
         if self.config.shared_embeddings == "none":
-            return self.output(x)
-        return self.output_bias(self.target_embedding.logits(x))
+            logits = self.output(x)
+        else:
+            logits = self.output_bias(self.target_embedding.logits(x))
+        return constrain(self.placement, logits, "batch", None, None)
 
     def encode(self, source: Int[Array, "B S"], source_lengths: Int[Array, "B"]) -> tuple[Source, DecoderState]:
         """What the decoder will have of the source, and the state that it starts from."""

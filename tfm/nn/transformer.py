@@ -20,6 +20,7 @@ from tfm.nn.attention import Kernel
 from tfm.nn.blocks import DecoderLayer, EncoderLayer
 from tfm.nn.cache import Cache, CacheDtype, KeysValues, LayerCache
 from tfm.nn.masks import Visible, ancestor_mask
+from tfm.sharding import Placement, constrain
 
 
 class Stack(nn.Module):
@@ -28,6 +29,7 @@ class Stack(nn.Module):
     config: ModelConfig
     dtype: layers.Dtype = "float32"
     kernel: Kernel = "auto"
+    placement: Placement | None = None
 
     def setup_shared(self, *, max_length: int) -> None:
         config = self.config
@@ -82,7 +84,7 @@ class Encoder(Stack):
     def setup(self) -> None:
         self.setup_shared(max_length=self.config.max_source_length)
         self.layers = [
-            EncoderLayer(self.config, self.dtype, self.kernel, name=f"layer_{i}")
+            EncoderLayer(self.config, self.dtype, self.kernel, self.placement, name=f"layer_{i}")
             for i in range(self.config.encoder_layers)
         ]
 
@@ -105,7 +107,9 @@ class Decoder(Stack):
     def setup(self) -> None:
         self.setup_shared(max_length=self.max_length)
         self.layers = [
-            DecoderLayer(self.config, self.dtype, self.kernel, has_source=self.has_source, name=f"layer_{i}")
+            DecoderLayer(
+                self.config, self.dtype, self.kernel, self.placement, has_source=self.has_source, name=f"layer_{i}"
+            )
             for i in range(self.config.decoder_layers)
         ]
 
@@ -169,16 +173,19 @@ class Transformer(nn.Module):
     dtype: layers.Dtype = "float32"
     kernel: Kernel = "auto"
     cache_dtype: CacheDtype = "float32"
+    placement: Placement | None = None
 
     def setup_shared(self, *, max_length: int, has_source: bool) -> None:
         config = self.config
         self.target_embedding = layers.Embedding(config.target_vocab_size, config.model_dim, self.dtype)
         if config.shared_embeddings == "none":
             self.output = layers.Linear(config.target_vocab_size, use_bias=False, dtype=self.dtype)
-        self.decoder = Decoder(config, self.dtype, self.kernel, max_length=max_length, has_source=has_source)
+        self.decoder = Decoder(
+            config, self.dtype, self.kernel, self.placement, max_length=max_length, has_source=has_source
+        )
 
     def embed(self, embedding: layers.Embedding, ids: Int[Array, "B T"]) -> Float[Array, "B T D"]:
-        embedded = embedding(ids)
+        embedded = constrain(self.placement, embedding(ids), "batch", None, None)
         return embedded * math.sqrt(self.config.model_dim) if self.config.scale_embeddings else embedded
 
     def logits(self, x: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
@@ -186,8 +193,10 @@ class Transformer(nn.Module):
         if self.config.scale_logits:
             x *= 1 / math.sqrt(self.config.model_dim)
         if self.config.shared_embeddings == "none":
-            return self.output(x.astype(jnp.float32))  # a Linear returns the dtype it is given
-        return self.target_embedding.logits(x)
+            logits = self.output(x.astype(jnp.float32))  # a Linear returns the dtype it is given
+        else:
+            logits = self.target_embedding.logits(x)
+        return constrain(self.placement, logits, "batch", None, "vocab")
 
     def decode_step(self, tokens: Int[Array, "B T"], cache: Cache) -> tuple[Float[Array, "B T V"], Cache]:
         """Runs the next T tokens of every row against the cache.
@@ -219,8 +228,10 @@ class Transformer(nn.Module):
 
         layer_caches = tuple(
             LayerCache(
-                self_attention=jax.tree.map(lengthen, seen.stored(self.cache_dtype)),
-                cross_attention=None if source is None else source.stored(self.cache_dtype),
+                self_attention=caches.placed(jax.tree.map(lengthen, seen.stored(self.cache_dtype)), self.placement),
+                cross_attention=None
+                if source is None
+                else caches.placed(source.stored(self.cache_dtype), self.placement),
             )
             for seen, source in zip(prompt_seen, sources, strict=True)
         )
@@ -235,7 +246,7 @@ class EncoderDecoder(Transformer):
         self.setup_shared(max_length=config.max_target_length, has_source=True)
         if config.shared_embeddings != "all":
             self.source_embedding = layers.Embedding(config.source_vocab_size, config.model_dim, self.dtype)
-        self.encoder = Encoder(config, self.dtype, self.kernel)
+        self.encoder = Encoder(config, self.dtype, self.kernel, self.placement)
 
     def encode(self, source: Int[Array, "B S"], source_lengths: Int[Array, "B"]) -> Float[Array, "B S D"]:
         """One vector for each source token; those of padding are junk that nobody attends to."""

@@ -60,7 +60,7 @@ def token_attention(
     """What every head looked at while an answer was predicted, in one teacher-forced pass.
 
     Args:
-        model: any.
+        model: any that answers texts.
         text: the source.
         answer: a text, or what `generate` gave, whose own ids are taken; None: the model's greedy answer.
         of: "cross", "self" or "encoder": see `Part`.
@@ -70,6 +70,8 @@ def token_attention(
     """
     if of not in get_args(Part):
         raise ValueError(f"expected of to be one of {', '.join(get_args(Part))}, got {of!r}")
+    if model.config.is_language_model:
+        raise ValueError("expected a model that answers texts, got a language model, which continues them")
     (given,) = model.generate([text]) if answer is None else [answer]
     (scored,) = model.score([text], [given])  # says what is wrong with either
     source_tokenizer, target_tokenizer = model.source_tokenizer, model.target_tokenizer
@@ -109,7 +111,7 @@ def attention_map(
     """One picture of what an answer's tokens looked at.
 
     Args:
-        model: any.
+        model: any that answers texts.
         text: the source.
         answer: as in `token_attention`.
         of: "cross", "self" or "encoder": see `Part`.

@@ -48,7 +48,7 @@ def search_tree(
     it had found enough, it did not follow, and that is not among them.
 
     Args:
-        model: any.
+        model: any that answers texts.
         text: the source.
         search: how; without a coverage penalty, which is not computed here.
         max_tokens: the most tokens of an answer; None: 2·S + 32 or the model's limit, S being the source's tokens.
@@ -144,7 +144,7 @@ def beam_tree(
     The best hypothesis has heavy lines; complete ones show their rank, from 1, and their score.
 
     Args:
-        model: any.
+        model: any that answers texts.
         text: the source.
         search: as in `search_tree`.
         max_tokens: as in `search_tree`.

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from tfm.plot.figures import Axes, Figure, figure_and_axes
+from tfm.plot.figures import Axes, Figure, as_legend, figure_and_axes
 
 Folder = str | os.PathLike[str]
 XAxis = Literal["step", "seconds"]
@@ -30,15 +30,16 @@ def read_metrics(run: Folder) -> list[dict[str, Any]]:
     if not path.is_file():
         raise ValueError(f"expected the folder of a run, with a metrics.jsonl in it, got {os.fspath(run)!r}")
     rows = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(keepends=True), start=1):
-        if not line.endswith("\n"):
+    for number, line in enumerate(path.read_bytes().splitlines(keepends=True), start=1):  # a text's has more ends
+        if not line.endswith(b"\n"):
             break
+        shown = repr(line[:60].decode(errors="replace"))
         try:
-            row = json.loads(line)
+            row = json.loads(line.decode())
         except ValueError as error:
-            raise ValueError(f"{path}, line {number}: expected JSON, got {line[:60]!r}") from error
+            raise ValueError(f"{path}, line {number}: expected JSON, got {shown}") from error
         if not isinstance(row, dict) or not {"step", "split"} <= row.keys():
-            raise ValueError(f"{path}, line {number}: expected a row with step and split, got {line[:60]!r}")
+            raise ValueError(f"{path}, line {number}: expected a row with step and split, got {shown}")
         rows.append({name: math.nan if value is None else value for name, value in row.items()})
     return rows
 
@@ -69,7 +70,8 @@ def learning_curves(
     if not records:
         raise ValueError("expected at least one run, got none")
     for name, rows in records.items():
-        known = {key for row in rows for key, value in row.items() if isinstance(value, int | float)}
+        drawn = [row for row in rows if row["split"] in _STYLES and x in row]
+        known = {key for row in drawn for key, value in row.items() if isinstance(value, int | float)}
         if metric not in known - {"step", "seconds"}:
             recorded = ", ".join(sorted(known - {"step", "seconds"})) or "nothing yet"
             raise ValueError(f"expected a metric that run {name} has recorded ({recorded}), got {metric!r}")
@@ -78,7 +80,7 @@ def learning_curves(
         for split, style in _STYLES.items():
             points = [(row[x], row[metric]) for row in rows if row["split"] == split and metric in row and x in row]
             if points:
-                label = split if len(records) == 1 else f"{name}, {split}"
+                label = split if len(records) == 1 else as_legend(f"{name}, {split}")
                 ax.plot(*zip(*points, strict=True), label=label, color=f"C{number % 10}", **style)
     ax.set_xlabel("step" if x == "step" else "seconds of training")
     ax.set_ylabel(metric)
