@@ -21,11 +21,6 @@ def ids(paths: list[Path]) -> list[str]:
     return [path.stem for path in paths]
 
 
-LONG = ("02_attention", "03_positions", "04_encoder_decoder")
-in_a_minute = pytest.mark.skipif(bool(os.environ.get("CI")), reason="takes more than a minute in its small settings")
-RUN = [pytest.param(script, marks=in_a_minute if script.stem in LONG else ()) for script in SCRIPTS]
-
-
 def cells_of_script(script: Path) -> list[tuple[str, str]]:
     """(kind, text) of each cell, read without jupytext."""
     _, *parts = re.split(r"^(# %%.*)\n", script.read_text(encoding="utf-8"), flags=re.MULTILINE)
@@ -47,7 +42,7 @@ def workshop(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("script", RUN, ids=ids(SCRIPTS))
+@pytest.mark.parametrize("script", SCRIPTS, ids=ids(SCRIPTS))
 def test_it_runs_from_a_clean_kernel_and_its_claims_hold(script, workshop):
     command = [sys.executable, str(FOLDER / "build.py"), script.stem, "--small", "--into", str(workshop)]
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
