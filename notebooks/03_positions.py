@@ -226,10 +226,8 @@ every_text = [text for length in LENGTHS for text in strings(TESTED, [length], s
 losses = {}
 for kind, copier in copiers.items():
     scores = [one.token_scores for one in copier.score(every_text, every_text)]
-    copied = [answer == text for answer, text in zip(copier(every_text), every_text, strict=True)]
     losses[kind] = [-np.mean(scores[start : start + TESTED]) for start in range(0, len(scores), TESTED)]
-    right = np.reshape(copied, (len(LENGTHS), TESTED)).mean(axis=1)
-    print(f"{kind:11} nats a symbol", np.round(losses[kind], 2), "· copied right", np.round(right, 2))
+    print(f"{kind:11} nats a symbol", np.round(losses[kind], 2))
 figure = Figure(figsize=(6, 3.5), layout="constrained")
 ax = figure.subplots()
 for kind, each in losses.items():

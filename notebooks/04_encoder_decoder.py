@@ -70,7 +70,7 @@ recipe = load_recipe("g2p-demo")
 settings = "--steps 400 --model.encoder_layers 4 --model.decoder_layers 4 --optimizer.warmup_steps 40"
 if SMALL:
     settings = (
-        "--steps 120 --model.preset tiny --model.encoder_layers 2 --model.decoder_layers 2 --batch.tokens 1024 "
+        "--steps 120 --model.preset tiny --model.encoder_layers 2 --model.decoder_layers 1 --batch.tokens 1024 "
         "--optimizer.warmup_steps 20 --optimizer.learning_rate 3e-3"
     )
 settings += " --batch.max_shapes 1"

@@ -223,9 +223,9 @@ print(f"at {labels[-1]} symbols: {wrong['gru, attention'][-1]:.1f} % with attent
 assert wrong["gru, attention"][-1] < best / 3
 
 # %% [markdown]
-# The Transformer has attention too, and its curve lies where the number of steps puts it: of so few parameters and
-# steps it needs more than a recurrence that is led from state to state, since nothing but its positions tells it what
-# stands where. What it was made for is seen further below.
+# The Transformer has attention too, and closes the gap as well once it has had steps enough. It needs more of them than
+# a recurrence that is led from state to state: nothing but its positions tells it what stands where. (In the small
+# settings, of 250 steps, it has not come far.)
 #
 # ## What attention looks at
 #
@@ -300,34 +300,38 @@ for name, found in allocated.items():
 # second, here are forward passes over the same number of tokens, in many short rows and in few long ones.
 
 # %%
-TOKENS, ROW_LENGTHS = 2048, [16, 256]
+TOKENS, ROW_LENGTHS = 4096, [16, 512]
 COMPARED = ["lstm, fixed vector", "gru, attention"] if SMALL else list(configs)
 
 
-def tokens_per_second(model, params, rows, length, repeats=7):
-    """Target tokens a second of a teacher-forced pass, by the median."""
+def forward_pass(model, params, rows, length):
+    """A teacher-forced one, compiled."""
     ids = jax.random.randint(jax.random.key(0), (rows, length), 4, 4 + len(SYMBOLS))
-    run, took = jax.jit(lambda params: model.apply({"params": params}, ids, jnp.full(rows, length), ids)), []
-    jax.block_until_ready(run(params))  # compiles
-    for _ in range(repeats):
-        begun = time.perf_counter()
-        jax.block_until_ready(run(params))
-        took.append(time.perf_counter() - begun)
-    return rows * length / statistics.median(took)
+    compiled = jax.jit(lambda params: model.apply({"params": params}, ids, jnp.full(rows, length), ids))
+    jax.block_until_ready(compiled(params))
+    return lambda: jax.block_until_ready(compiled(params))
 
 
-speeds = {
-    name: [tokens_per_second(models[name].model, models[name].params, TOKENS // n, n) for n in ROW_LENGTHS]
+passes = {
+    (name, length): forward_pass(models[name].model, models[name].params, TOKENS // length, length)
     for name in COMPARED
+    for length in ROW_LENGTHS
 }
+took = {which: [] for which in passes}
+for _ in range(9):  # all of them in turn, so that what else the machine does meets them alike
+    for which, run in passes.items():
+        begun = time.perf_counter()
+        run()
+        took[which].append(time.perf_counter() - begun)
+speeds = {name: [TOKENS / min(took[name, length]) for length in ROW_LENGTHS] for name in COMPARED}
 for name, (short, long) in speeds.items():
-    print(f"{name:19} {short:8,.0f} target tokens a second in rows of {ROW_LENGTHS[0]}, {long:8,.0f} in longer ones")
+    print(f"{name:19} {short:8,.0f} target tokens a second in rows of {ROW_LENGTHS[0]}, {long:8,.0f} in long ones")
 
 # %% [markdown]
-# **Claim.** What attention gives it takes in time: in long rows it keeps less of its speed than the same kind of
-# recurrence with a fixed vector, whose work for a token is the same at every length.
+# **Claim.** What attention gives it takes in time: in long rows it keeps less than half as much of its speed as a
+# recurrence with a fixed vector does, whose work for a token is the same at every length.
 
 # %%
 kept = {name: long / short for name, (short, long) in speeds.items()}
 print({name: f"{share:.0%} kept" for name, share in kept.items()})
-assert kept["gru, attention"] < 0.8 * kept["lstm, fixed vector"]
+assert kept["gru, attention"] < 0.5 * kept["lstm, fixed vector"]
