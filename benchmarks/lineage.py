@@ -136,12 +136,13 @@ def _costs(size: Size, folder: Path, ledger: Ledger, models: Sequence[str]) -> I
         )
         for model in models
     }
-    found = [ledger.find({"record": "training speed", "model": model}) for model in models]
-    if all(found):  # they were measured in turn, and are comparable
+    in_turn: Record = {"measured_in_turn": list(models)}  # only those are comparable
+    found = [ledger.find({"record": "training speed", "model": model, **in_turn}) for model in models]
+    if all(found):
         yield from (record for record in found if record)
     else:
         for record in training_speeds(configs, length=64, rounds=size.rounds):
-            yield ledger.add(record)
+            yield ledger.add({**record, **in_turn})
     for length in size.lengths:
         for model in models:
             key: Record = {"record": "decoding", "model": model, "length": length}
@@ -177,10 +178,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         folder = given.run or Path(scratch)
         folder.mkdir(parents=True, exist_ok=True)
         made_of = {**dataclasses.asdict(size), "seeds": list(size.seeds), "lengths": list(size.lengths)}
-        described = folder / "size.json"
-        if described.exists() and json.loads(described.read_text()) != made_of:
+        described, written = folder / "size.json", folder / "size.json.tmp"
+        if described.exists() and described.read_text() != json.dumps(made_of) + "\n":
             parser.error(f"{folder} holds measurements of another size: {described.read_text().strip()}")
-        described.write_text(json.dumps(made_of) + "\n")
+        written.write_text(json.dumps(made_of) + "\n")
+        written.replace(described)
         keep_compiled()  # the seeds of a model share their programs
         print(json.dumps({"record": "machine", **describe_machine(available_cores())}), flush=True)
         ledger = Ledger(folder / "results.jsonl")

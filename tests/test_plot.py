@@ -190,9 +190,11 @@ class TestLearningCurves:
         (run / "metrics.jsonl").write_text("".join(rows), encoding="utf-8")
         assert len(plot.read_metrics(run)) == 1 + len(RECORD)
 
-    def test_dollars_in_names_are_no_formulas(self, tmp_path):
-        figure = plot.learning_curves({"$\\a$": write_run(tmp_path / "run", RECORD)} | {"b": tmp_path / "run"})
+    def test_every_name_is_shown_as_it_is(self, tmp_path):
+        figure = plot.learning_curves({"$\\a$": write_run(tmp_path / "run", RECORD)} | {"_b": tmp_path / "run"})
         figure.savefig(tmp_path / "names.png")
+        shown = [text.get_text() for text in figure.axes[0].get_legend().get_texts()]
+        assert [label.lstrip() for label in shown][2:] == ["_b, train", "_b, validation"]
         plot.cache_growth({"$\\a$": tiny_config()}, [4], source_length=5).savefig(tmp_path / "growth.png")
 
     def test_what_cannot_be_drawn_is_said(self, tmp_path):

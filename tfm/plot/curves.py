@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from tfm.plot.figures import Axes, Figure, as_label, figure_and_axes
+from tfm.plot.figures import Axes, Figure, as_legend, figure_and_axes
 
 Folder = str | os.PathLike[str]
 XAxis = Literal["step", "seconds"]
@@ -80,7 +80,7 @@ def learning_curves(
         for split, style in _STYLES.items():
             points = [(row[x], row[metric]) for row in rows if row["split"] == split and metric in row and x in row]
             if points:
-                label = split if len(records) == 1 else as_label(f"{name}, {split}")
+                label = split if len(records) == 1 else as_legend(f"{name}, {split}")
                 ax.plot(*zip(*points, strict=True), label=label, color=f"C{number % 10}", **style)
     ax.set_xlabel("step" if x == "step" else "seconds of training")
     ax.set_ylabel(metric)

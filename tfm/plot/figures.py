@@ -30,3 +30,8 @@ def as_label(text: str) -> str:
     """
     seen = (c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
     return "".join(seen).replace("$", r"\$")
+
+
+def as_legend(text: str) -> str:
+    """The same for a legend, from which matplotlib leaves out what begins with an underscore."""
+    return as_label(f" {text}" if text.startswith("_") else text)

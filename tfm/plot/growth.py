@@ -14,7 +14,7 @@ from tfm.decoding.inference import prefill
 from tfm.nn.cache import CacheDtype, cache_bytes
 from tfm.nn.models import build_model
 from tfm.nn.params import param_shapes
-from tfm.plot.figures import Axes, Figure, as_label, figure_and_axes
+from tfm.plot.figures import Axes, Figure, as_legend, figure_and_axes
 
 
 def measured_cache_bytes(
@@ -64,6 +64,8 @@ def cache_growth(
     capacities = sorted(checked_whole_number("a length", length) for length in several("lengths", lengths))
     if not named or not capacities:
         raise ValueError(f"expected at least one model and one length, got {len(named)} and {len(capacities)}")
+    if wrong := next((config for config in named.values() if not isinstance(config, ModelConfig)), None):
+        raise ValueError(f"expected a ModelConfig, as `config` of a model is, got a {type(wrong).__name__}")
     if capacities[0] < 1:
         raise ValueError(f"expected lengths of at least 1, got {capacities[0]}")
     curves = {}
@@ -74,7 +76,7 @@ def cache_growth(
         curves[name] = (measured, formula)
     figure, ax = figure_and_axes(ax, 6.0, 4.0)
     for number, (name, (measured, formula)) in enumerate(curves.items()):
-        prefix, color = as_label(f"{name}: ") if name else "", f"C{number % 10}"
+        prefix, color = as_legend(f"{name}: ") if name else "", f"C{number % 10}"
         ax.plot(capacities, np.array(formula) / 2**20, "-", color=color, label=f"{prefix}formula")
         ax.plot(capacities, np.array(measured) / 2**20, "o", color=color, label=f"{prefix}arrays of the cache")
     ax.set_xlabel("capacity in target tokens")
